@@ -1,0 +1,3 @@
+"""Asynchronous actor-learner reinforcement learning for Mixture-of-Experts language models."""
+
+__version__ = "0.1.0"
