@@ -1,0 +1,1 @@
+"""Models: loading, routes (capture and replay), log-probs, checkpoint names, description."""

@@ -1,0 +1,125 @@
+"""What both sides must agree on about a model, read from its folder. Imports no torch.
+
+Knows the config fields of the MoE families, not their modules: asyncrl.models.routes finds the same
+layers in the live model, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl.errors import ConfigError
+from asyncrl.types import ModelInfo
+
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "num_selected_experts",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+    "experts_per_token",
+)
+# Says how a model is run or was saved, not what it computes.
+_NOT_ARCHITECTURE = {
+    "_name_or_path",
+    "architectures",
+    "attn_implementation",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "experts_implementation",
+    "initializer_range",
+    "output_router_logits",
+    "pad_token_id",
+    "router_aux_loss_coef",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+}
+
+
+def describe(path: str | Path) -> ModelInfo:
+    """MoE layer numbers, E, K, vocabulary size and fingerprint of the model folder at path.
+
+    A dense model has layers () and E = K = 0. The fingerprint is xxh3 of the canonical JSON of the
+    architecture fields followed by the bytes of tokenizer.json. Raises ConfigError naming the file.
+    """
+    folder = Path(path)
+    config = _read_config(folder)
+    text = _text_config(config)
+    num_experts = _first(text, _EXPERTS)
+    layers = _moe_layers(text) if num_experts > 0 else ()
+    top_k = _first(text, _TOP_K) if layers else 0
+    if layers and not 0 < top_k <= num_experts:
+        raise ConfigError(f"{folder / 'config.json'}: {num_experts} experts but top-k is {top_k}")
+    vocab_size = _first(text, ("vocab_size",)) or _first(config, ("vocab_size",))
+    if vocab_size <= 0:
+        raise ConfigError(f"{folder / 'config.json'}: no vocab_size")
+    return ModelInfo(layers, num_experts if layers else 0, top_k, vocab_size, _fingerprint(folder, config))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"model.path {str(folder)!r}: cannot read {file.name}: {exc}") from exc
+    if not isinstance(config, dict):
+        raise ConfigError(f"{file}: not a JSON object")
+    return config
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part that describes the decoder of a multimodal model, else the whole."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) and _first(config, _EXPERTS) == 0 else config
+
+
+def _first(config: dict[str, Any], keys: tuple[str, ...]) -> int:
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    return 0
+
+
+def _moe_layers(config: dict[str, Any]) -> tuple[int, ...]:
+    """Numbers of the layers that route, by the rule whose fields the config has.
+
+    An explicit list of layer kinds; dense first layers (deepseek, glm); every n-th layer with
+    exceptions (qwen); a range (ernie). Families without any such field route everywhere.
+    """
+    total = _first(config, ("num_hidden_layers", "n_layer", "num_layers"))
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list):
+        return tuple(i for i, kind in enumerate(kinds) if kind in ("sparse", "moe"))
+    first = _first(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"))
+    last = config.get("moe_layer_end_index")
+    end = last + 1 if isinstance(last, int) and last >= 0 else total
+    step = max(1, _first(config, ("decoder_sparse_step", "moe_layer_interval")))
+    every = config.get("moe_layer_freq")
+    dense = set(config.get("mlp_only_layers") or ())
+
+    def routes(i: int) -> bool:
+        if isinstance(every, list):
+            return bool(every[i])
+        by_freq = not isinstance(every, int) or every <= 0 or i % every == 0
+        return first <= i < end and by_freq and (i + 1) % step == 0 and i not in dense
+
+    return tuple(i for i in range(total) if routes(i))
+
+
+def _fingerprint(folder: Path, config: dict[str, Any]) -> str:
+    kept = {key: value for key, value in config.items() if key not in _NOT_ARCHITECTURE}
+    digest = xxhash.xxh3_64(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode())
+    tokenizer = folder / "tokenizer.json"
+    if tokenizer.is_file():
+        digest.update(tokenizer.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""Carriers that bring a published version from the learner to the generators."""

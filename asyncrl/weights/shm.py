@@ -1,0 +1,195 @@
+"""The `shm` carrier: one file per version in shared memory, mapped by readers on the same host.
+
+A file is written aside, sealed with a footer and renamed last, so a version is visible only when it is
+complete. Knows names and bytes, not what a model is. Layout of a file:
+tensors (each at a multiple of 64 bytes), footer (msgpack Footer), tail (length and xxh3 of the
+footer, magic).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import Version
+from asyncrl.weights.place import place, remove
+
+_MAGIC = b"ARLWGT01"
+_TAIL = struct.Struct("<QQ8s")
+_ALIGN = 64
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+class _Entry(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class _Footer(msgspec.Struct, array_like=True, frozen=True):
+    version: tuple[int, int]
+    checksum: int
+    nbytes: int
+    entries: tuple[_Entry, ...]
+
+
+class Publisher:
+    """Writes versions and keeps the newest `keep` of them visible.
+
+    directory names the run's versions; the files lie in shared memory where the host has it, under a
+    name made from directory, and in directory itself elsewhere. One publisher per directory at a time; what a
+    killed one left behind counts as its older versions.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise WeightSyncError(f"keep {keep} must be at least 1: the version being announced would vanish")
+        self._keep = keep
+        self.directory = place(directory)
+        for stale in self.directory.glob("*.part"):
+            stale.unlink(missing_ok=True)
+
+    def publish(self, version: Version, weights: Iterable[tuple[str, Tensor]]) -> str:
+        """Write version and return its source, the path for read().
+
+        WeightSyncError when a tensor is not finite, named twice or of a dtype without a byte form, or when the
+        disk is full; nothing is visible then and older versions stay.
+        """
+        final = self.directory / f"{version}.weights"
+        aside = self.directory / f"{version}.{os.getpid()}.part"
+        try:
+            with open(aside, "wb", opener=_private) as file:
+                _write(file, version, weights)
+            aside.replace(final)
+        except OSError as exc:
+            raise WeightSyncError(f"version {version} not written to {self.directory}: {exc}") from exc
+        finally:
+            aside.unlink(missing_ok=True)
+        self._drop_old(final)
+        return str(final)
+
+    def _drop_old(self, newest: Path) -> None:
+        """Unlink all but the newest files; readers that mapped one keep its memory until they let go."""
+        others = (file for file in self.directory.glob("*.weights") if file != newest)
+        by_age = sorted(others, key=lambda file: file.stat().st_mtime_ns)
+        for old in by_age[: max(0, len(by_age) - (self._keep - 1))]:
+            old.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Remove every version and the directory. Safe to call twice."""
+        remove(self.directory)
+
+
+def read(source: str, version: Version) -> dict[str, Tensor]:
+    """The tensors of version by name, as views of a private mapping of the file at source.
+
+    They stay valid after the publisher has dropped the version; writing to one changes only this process.
+    WeightSyncError when the file is gone, is not a complete version file, holds another version or
+    does not match its checksum.
+    """
+    try:
+        with open(source, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < _TAIL.size:
+                raise WeightSyncError(f"{source}: {size} bytes, not a version file")
+            # Copy on write: torch wants writable memory, the file must not change.
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as exc:
+        raise WeightSyncError(f"version {version} cannot be read: {exc}") from exc
+    footer = _footer(source, mapped, size)
+    if Version(*footer.version) != version:
+        raise WeightSyncError(f"{source}: holds version {Version(*footer.version)}, not {version}")
+    with memoryview(mapped) as view, view[: footer.nbytes] as data:
+        if xxhash.xxh3_64_intdigest(data) != footer.checksum:
+            raise WeightSyncError(f"{source}: checksum of version {version} does not match, bytes are damaged")
+    return {entry.name: _view(source, mapped, entry, footer.nbytes) for entry in footer.entries}
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _write(file: BinaryIO, version: Version, weights: Iterable[tuple[str, Tensor]]) -> None:
+    digest, offset, entries, seen = xxhash.xxh3_64(), 0, [], set()
+    for name, tensor in weights:
+        if name in seen:
+            raise WeightSyncError(f"version {version}: {name} comes twice")
+        seen.add(name)
+        dtype, data = _bytes(name, tensor)
+        padding = bytes(-offset % _ALIGN)
+        for block in (padding, data):
+            file.write(block)
+            digest.update(block)
+        offset += len(padding)
+        entries.append(_Entry(name, dtype, tuple(tensor.shape), offset, data.nbytes))
+        offset += data.nbytes
+    footer = msgspec.msgpack.encode(
+        _Footer((version.epoch, version.update), digest.intdigest(), offset, tuple(entries))
+    )
+    file.write(footer)
+    file.write(_TAIL.pack(len(footer), xxhash.xxh3_64_intdigest(footer), _MAGIC))
+
+
+def _bytes(name: str, tensor: Tensor) -> tuple[str, memoryview]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise WeightSyncError(f"{name}: dtype {dtype} cannot be published")
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise WeightSyncError(f"{name} has non-finite values: nothing is published")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return dtype, memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
+
+
+def _footer(source: str, mapped: mmap.mmap, size: int) -> _Footer:
+    length, checksum, magic = _TAIL.unpack_from(mapped, size - _TAIL.size)
+    if magic != _MAGIC or length > size - _TAIL.size:
+        raise WeightSyncError(f"{source}: incomplete or not a version file")
+    raw = mapped[size - _TAIL.size - length : size - _TAIL.size]
+    if xxhash.xxh3_64_intdigest(raw) != checksum:
+        raise WeightSyncError(f"{source}: footer is damaged")
+    try:
+        footer = msgspec.msgpack.decode(raw, type=_Footer)
+    except msgspec.MsgspecError as exc:
+        raise WeightSyncError(f"{source}: footer is not of this schema: {exc}") from exc
+    if footer.nbytes != size - _TAIL.size - length:
+        raise WeightSyncError(f"{source}: {size} bytes do not match a footer for {footer.nbytes}")
+    return footer
+
+
+def _view(source: str, mapped: mmap.mmap, entry: _Entry, total: int) -> Tensor:
+    dtype = _DTYPES.get(entry.dtype)
+    count = 1
+    for axis in entry.shape:
+        count *= axis
+    inside = entry.offset >= 0 and entry.offset + entry.nbytes <= total
+    if dtype is None or not inside or count * dtype.itemsize != entry.nbytes:
+        raise WeightSyncError(f"{source}: {entry.name} does not fit its {entry.nbytes} bytes")
+    if count == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.frombuffer(mapped, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)

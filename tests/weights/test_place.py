@@ -1,0 +1,39 @@
+"""Where versions lie, and cleaning up after a publisher that was killed."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from asyncrl.types import Version
+from asyncrl.weights.place import directory_of, remove
+from asyncrl.weights.shm import Publisher, read
+
+
+def test_a_supervisor_removes_what_a_killed_publisher_left(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path / "weights")
+    held = read(publisher.publish(Version(0, 0), [("a", torch.ones(3))]), Version(0, 0))
+    (publisher.directory / "0.1.77.part").write_bytes(b"half")
+    # No close(): the publisher is gone, only the name of its directory is known.
+    remove(tmp_path / "weights")
+    remove(tmp_path / "weights")
+    assert not directory_of(tmp_path / "weights").exists()
+    assert held["a"].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_other_directories_and_foreign_files_stay(tmp_path: Path) -> None:
+    first, second = Publisher(tmp_path / "a"), Publisher(tmp_path / "b")
+    second.publish(Version(0, 0), [("a", torch.ones(1))])
+    (first.directory / "notes.txt").write_text("keep")
+    remove(tmp_path / "a")
+    assert [file.name for file in first.directory.iterdir()] == ["notes.txt"]
+    assert [file.name for file in second.directory.iterdir()] == ["0.0.weights"]
+    (first.directory / "notes.txt").unlink()
+    first.close()
+    second.close()
+
+
+def test_place_loads_no_torch() -> None:
+    code = "import sys; import asyncrl.weights.place; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,194 @@
+"""The shm carrier: what readers can see, keep and refuse."""
+
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import Version
+from asyncrl.weights.shm import Publisher, read
+
+V1, V2, V3 = Version(0, 1), Version(0, 2), Version(1, 2)
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    made = Publisher(tmp_path / "weights")
+    yield made
+    made.close()
+
+
+def weights(value: float = 1.0) -> dict[str, Tensor]:
+    return {
+        "a.weight": torch.arange(6, dtype=torch.float32).view(2, 3) + value,
+        "b.weight": torch.full((5,), value, dtype=torch.bfloat16),
+        "c.count": torch.tensor(7),
+        "d.mask": torch.tensor([True, False, True]),
+        "e.empty": torch.zeros(0, 4),
+        "f.double": torch.tensor([value / 3], dtype=torch.float64),
+    }
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return list(a) == list(b) and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def files(publisher: Publisher) -> list[str]:
+    return sorted(file.name for file in publisher.directory.iterdir())
+
+
+def test_round_trip_keeps_names_dtypes_shapes_and_bits(publisher: Publisher) -> None:
+    source = publisher.publish(V1, iter(weights().items()))
+    assert same(read(source, V1), weights())
+    assert stat.S_IMODE(os.stat(source).st_mode) == 0o600
+
+
+def test_files_lie_in_shared_memory_where_there_is_one(publisher: Publisher, tmp_path: Path) -> None:
+    if Path("/dev/shm").is_dir():
+        assert publisher.directory.parent == Path("/dev/shm")
+        assert not (tmp_path / "weights").exists()
+    again = Publisher(tmp_path / "weights")
+    assert again.directory == publisher.directory
+    assert Publisher(tmp_path / "other").directory != publisher.directory
+    Publisher(tmp_path / "other").close()
+
+
+def test_only_the_newest_versions_stay_but_readers_keep_theirs(publisher: Publisher) -> None:
+    first = publisher.publish(V1, weights(1.0).items())
+    held = read(first, V1)
+    also_held = read(first, V1)
+    publisher.publish(V2, weights(2.0).items())
+    third = publisher.publish(V3, weights(3.0).items())
+    assert files(publisher) == ["0.2.weights", "1.2.weights"]
+    assert same(held, weights(1.0)) and same(also_held, weights(1.0))
+    assert same(read(third, V3), weights(3.0))
+    with pytest.raises(WeightSyncError, match=r"version 0\.1 cannot be read"):
+        read(first, V1)
+    held["a.weight"].zero_()
+    assert same(also_held, weights(1.0))
+
+
+def test_the_version_being_announced_always_stays(tmp_path: Path) -> None:
+    with pytest.raises(WeightSyncError, match="keep 0"):
+        Publisher(tmp_path, keep=0)
+    publisher = Publisher(tmp_path / "one", keep=1)
+    # An older label published later (a resumed run) is still the newest file.
+    publisher.publish(V3, weights(3.0).items())
+    source = publisher.publish(V1, weights(1.0).items())
+    assert files(publisher) == ["0.1.weights"]
+    assert same(read(source, V1), weights(1.0))
+    publisher.close()
+
+
+def test_publishing_a_version_again_replaces_it_for_new_readers_only(publisher: Publisher) -> None:
+    source = publisher.publish(V1, weights(1.0).items())
+    held = read(source, V1)
+    assert publisher.publish(V1, [("only", torch.ones(2))]) == source
+    assert list(read(source, V1)) == ["only"]
+    assert same(held, weights(1.0))
+
+
+def test_a_half_written_version_is_never_visible(publisher: Publisher) -> None:
+    publisher.publish(V1, weights(1.0).items())
+    seen: list[list[str]] = []
+
+    def slowly() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights(2.0).items():
+            seen.append([file for file in files(publisher) if file.endswith(".weights")])
+            with pytest.raises(WeightSyncError):
+                read(str(publisher.directory / "0.2.weights"), V2)
+            yield name, tensor
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish(V2, slowly())
+    assert seen == [["0.1.weights"]] * 6
+    assert files(publisher) == ["0.1.weights"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_weights_are_not_published(publisher: Publisher, bad: float) -> None:
+    publisher.publish(V1, weights().items())
+    broken = weights()
+    broken["b.weight"][3] = bad
+    with pytest.raises(WeightSyncError, match=r"b\.weight has non-finite"):
+        publisher.publish(V2, broken.items())
+    assert files(publisher) == ["0.1.weights"]
+
+
+def test_a_name_twice_and_a_strange_dtype_are_refused(publisher: Publisher) -> None:
+    with pytest.raises(WeightSyncError, match="a comes twice"):
+        publisher.publish(V1, [("a", torch.zeros(1)), ("a", torch.zeros(1))])
+    with pytest.raises(WeightSyncError, match="complex64"):
+        publisher.publish(V1, [("a", torch.zeros(1, dtype=torch.complex64))])
+    assert files(publisher) == []
+
+
+def test_every_corrupt_byte_is_found(publisher: Publisher) -> None:
+    source = publisher.publish(V1, weights().items())
+    original = Path(source).read_bytes()
+    for position in range(len(original)):
+        damaged = bytearray(original)
+        damaged[position] ^= 0x10
+        Path(source).write_bytes(damaged)
+        with pytest.raises(WeightSyncError, match=r"0\.1\.weights"):
+            read(source, V1)
+    Path(source).write_bytes(original)
+    assert same(read(source, V1), weights())
+
+
+@pytest.mark.parametrize("size", [0, 10, 23, 24, 200, -1])
+def test_cut_files_are_refused(publisher: Publisher, size: int) -> None:
+    source = publisher.publish(V1, weights().items())
+    Path(source).write_bytes(Path(source).read_bytes()[:size])
+    with pytest.raises(WeightSyncError, match=r"0\.1\.weights"):
+        read(source, V1)
+
+
+def test_appended_bytes_are_refused(publisher: Publisher) -> None:
+    source = publisher.publish(V1, weights().items())
+    whole = Path(source).read_bytes()
+    Path(source).write_bytes(whole[:8] + whole)
+    with pytest.raises(WeightSyncError, match="do not match"):
+        read(source, V1)
+
+
+def test_another_version_under_the_name_is_refused(publisher: Publisher) -> None:
+    source = publisher.publish(V1, weights().items())
+    with pytest.raises(WeightSyncError, match=r"holds version 0\.1, not 1\.1"):
+        read(source, Version(1, 1))
+
+
+def test_close_removes_the_directory_and_may_be_repeated(tmp_path: Path) -> None:
+    publisher = Publisher(tmp_path / "weights")
+    held = read(publisher.publish(V1, weights().items()), V1)
+    publisher.close()
+    publisher.close()
+    assert not publisher.directory.exists()
+    assert same(held, weights())
+
+
+def test_left_over_parts_of_a_killed_publisher_are_cleaned(publisher: Publisher, tmp_path: Path) -> None:
+    kept = publisher.publish(V1, weights().items())
+    (publisher.directory / "0.2.123.part").write_bytes(b"half")
+    successor = Publisher(tmp_path / "weights")
+    assert files(successor) == ["0.1.weights"]
+    assert same(read(kept, V1), weights())
+
+
+def test_another_process_reads_the_version(publisher: Publisher) -> None:
+    source = publisher.publish(V1, weights().items())
+    code = (
+        "import sys; from asyncrl.types import Version; from asyncrl.weights.shm import read;"
+        "print(float(read(sys.argv[1], Version(0, 1))['a.weight'].sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, source], check=True, timeout=60, capture_output=True, text=True)
+    # 0 + 1 + ... + 5, each plus 1.
+    assert float(done.stdout) == 21.0
