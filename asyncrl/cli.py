@@ -1,0 +1,129 @@
+"""The commands. A role's code is imported only when that role runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from asyncrl.config import Config, load_config, save_config, to_yaml
+from asyncrl.errors import AsyncRLError, ConfigError
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(metavar="CONFIG... [KEY=VALUE...]", help="YAML files, merged left to right, and overrides."),
+]
+
+
+def read(arguments: list[str]) -> Config:
+    """Split arguments into files and key=value overrides and load them."""
+    return load_config([a for a in arguments if "=" not in a], [a for a in arguments if "=" in a])
+
+
+def _role(name: str) -> None:
+    from asyncrl.process import die_with_parent
+
+    # A child of `asyncrl run` or of torchrun must not outlive it; a role in a user's shell may.
+    if os.environ.get("ASYNCRL_SUPERVISED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s {name} %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    # One line per HTTP-like request of a library is noise in a role's log.
+    logging.getLogger("absl").setLevel(logging.WARNING)
+
+
+def _prepare(config: Config) -> Path:
+    """Checks that need the model folder, then the run folder with the resolved config."""
+    from asyncrl.preflight import preflight
+
+    preflight(config)
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / "config.yaml").exists():
+        save_config(config, run_dir / "config.yaml")
+    return run_dir
+
+
+@app.command()
+def run(arguments: Arguments) -> None:
+    """Start and supervise all roles on this machine."""
+    from asyncrl.supervisor import run as supervise
+
+    raise typer.Exit(supervise(read(arguments)))
+
+
+@app.command()
+def replay(arguments: Arguments) -> None:
+    """Start the queue."""
+    from asyncrl.replay.server import run as serve
+
+    config = read(arguments)
+    _role("replay")
+    serve(config, _prepare(config))
+
+
+@app.command()
+def generate(
+    arguments: Arguments, id: Annotated[str, typer.Option(help="Unique name of this generator.")] = "g0"
+) -> None:
+    """Start one generator."""
+    from asyncrl.process import ensure_environment
+
+    config = read(arguments)
+    ensure_environment(config.generator.threads)
+    _role(id)
+    run_dir = _prepare(config)
+    from asyncrl.generator.loop import run as sample
+
+    sample(config, run_dir, id)
+
+
+@app.command()
+def learn(arguments: Arguments) -> None:
+    """Start one learner rank; run it under torchrun."""
+    from asyncrl.process import ensure_environment
+
+    config = read(arguments)
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            f"`asyncrl learn` runs under torchrun: torchrun --standalone --nproc-per-node {config.learner.ranks} "
+            "-m asyncrl learn CONFIG"
+        )
+    ensure_environment(config.learner.threads)
+    _role(f"learner-{os.environ['RANK']}")
+    run_dir = _prepare(config)
+    from asyncrl.learner.loop import run as train
+
+    train(config, run_dir)
+
+
+@app.command()
+def config(arguments: Arguments) -> None:
+    """Check a config against its model and print it resolved."""
+    from asyncrl.preflight import preflight
+
+    resolved = read(arguments)
+    info = preflight(resolved)
+    print(to_yaml(resolved), end="")
+    print(f"# model: MoE layers {list(info.layers)}, {info.num_experts} experts, top-{info.top_k}")
+
+
+def main() -> None:
+    """Entry point: errors of the exception tree become one message and a status."""
+    try:
+        app()
+    except ConfigError as exc:
+        print(f"config error: {exc}", file=sys.stderr)
+        sys.exit(2)
+    except AsyncRLError as exc:
+        logging.getLogger("asyncrl").error("%s: %s", type(exc).__name__, exc)
+        sys.exit(1)

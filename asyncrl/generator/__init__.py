@@ -1,0 +1,1 @@
+"""The generator role: lease, generate, score, push, load."""

@@ -1,0 +1,318 @@
+"""The generator's loop: keep the engine full of leases, push what is finished, load what is new.
+
+One asyncio loop; the engine decodes in its own thread and verifiers run in worker processes.
+Any number of generators may join and leave; a group is kept until replay says it is resolved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+
+from asyncrl import wire
+from asyncrl.arrays import Buffer
+from asyncrl.config import Config
+from asyncrl.engines.base import Engine
+from asyncrl.engines.probe import probe
+from asyncrl.engines.torch_engine import TorchEngine
+from asyncrl.errors import AsyncRLError, EngineError, RouteError, TaskError, TransportError, WeightSyncError, WireError
+from asyncrl.generator.busy import BusyLog
+from asyncrl.generator.sample import Sampler, held_tuple
+from asyncrl.tasks.base import read_stop_token_ids
+from asyncrl.tasks.pool import RewardPool
+from asyncrl.tasks.text import Decoder
+from asyncrl.transport.rendezvous import wait_for_address
+from asyncrl.transport.sockets import AsyncClient
+from asyncrl.types import ModelInfo, Version
+from asyncrl.weights import shm
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.05
+HEARTBEAT_S = 1.0
+RESEND_S = 5.0
+MAX_LOAD_FAILURES = 3
+
+
+class Generator:
+    """State of one generator process."""
+
+    def __init__(self, config: Config, client: AsyncClient, sampler: Sampler, generator_id: str) -> None:
+        self.config, self.client, self.sampler, self.id = config, client, sampler, generator_id
+        self.engine: Engine = sampler.engine
+        self.boot = uuid.uuid4().hex
+        self.stopped = asyncio.Event()
+        self.wake = asyncio.Event()
+        self.welcomed = asyncio.Event()
+        self.cause: BaseException | None = None
+        self.target: tuple[Version, str] | None = None
+        self.held: Version | None = None
+        self.running: dict[str, tuple[wire.LeaseMsg, asyncio.Task[None]]] = {}
+        self.outbox: dict[str, tuple[list[Buffer], float, bool]] = {}
+        self.asked_at: float | None = None
+        self.pause_until = 0.0
+        self.busy = BusyLog()
+        self.load_failures = 0
+        self.counters = {"groups": 0.0, "failed": 0.0, "reward_errors": 0.0, "cancelled": 0.0, "load_failures": 0.0}
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until replay says stop or a signal comes. Raises the first fatal error."""
+        await self._hello()
+        jobs = [
+            asyncio.create_task(self._guard(job()))
+            for job in (self._receive, self._lease, self._load, self._heartbeat, self._resend)
+        ]
+        try:
+            await self.stopped.wait()
+        finally:
+            for task in [*jobs, *[t for _, t in self.running.values()]]:
+                task.cancel()
+            await asyncio.gather(*jobs, *[t for _, t in self.running.values()], return_exceptions=True)
+        if self.cause is not None:
+            raise self.cause
+
+    async def _guard(self, job: object) -> None:
+        """A background job that fails ends the generator with its cause."""
+        try:
+            await job  # type: ignore[misc]
+        except asyncio.CancelledError:
+            raise
+        except AsyncRLError as exc:
+            self._fail(exc)
+
+    def _fail(self, exc: BaseException) -> None:
+        self.cause = self.cause or exc
+        self.stopped.set()
+
+    async def _hello(self) -> None:
+        i = self.sampler.info
+        held = held_tuple(self.held) if self.held is not None else None
+        hello = wire.Hello(
+            wire.SCHEMA, "generator", self.id, self.boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
+            i.fingerprint, held,
+        )  # fmt: skip
+        await self.client.send(wire.encode(hello))
+
+    async def _receive(self) -> None:
+        """Waits for messages of replay, at most a second at a time."""
+        while True:
+            frames = await self.client.recv(1.0)
+            if frames is None:
+                continue
+            try:
+                message = wire.decode(frames)
+            except WireError as exc:
+                log.warning("refused a message: %s", exc)
+                continue
+            self._handle(message)
+            self.wake.set()
+
+    def _handle(self, message: wire.Message) -> None:
+        match message:
+            case wire.Welcome(newest=newest):
+                self.welcomed.set()
+                if newest is not None:
+                    self._aim(Version(newest[0], newest[1]), newest[2])
+            case wire.Refused(reason=reason):
+                self._fail(TransportError(f"replay refused generator {self.id}: {reason}"))
+            case wire.NewVersion(epoch=epoch, update=update, source=source):
+                self._aim(Version(epoch, update), source)
+            case wire.Leases(leases=leases, idle=idle):
+                self.asked_at = None
+                self.pause_until = time.monotonic() + TICK_S if idle else 0.0
+                for lease in leases:
+                    self._start(lease)
+            case wire.Ack(admitted=admitted, resolved=resolved):
+                for group_id in admitted:
+                    if group_id in self.outbox:
+                        self.outbox[group_id] = (*self.outbox[group_id][:2], True)
+                for group_id in resolved:
+                    self.outbox.pop(group_id, None)
+            case wire.Cancel(lease_ids=lease_ids):
+                for lease_id in lease_ids:
+                    if lease_id in self.running:
+                        self.counters["cancelled"] += 1
+                        self.running[lease_id][1].cancel()
+            case wire.Stop(reason=reason):
+                log.info("stopping: %s", reason)
+                self.stopped.set()
+            case _:
+                log.warning("unexpected %s", type(message).__name__)
+
+    def _aim(self, version: Version, source: str) -> None:
+        if (self.held is None or version > self.held) and (self.target is None or version > self.target[0]):
+            self.target = (version, source)
+
+    # --- leases ---------------------------------------------------------------------------------
+
+    def _free_rows(self) -> int:
+        size = self.config.algorithm.group_size
+        used = sum(1 if lease.eval_id else size for lease, _ in self.running.values())
+        return self.config.generator.groups_in_flight * size - used
+
+    async def _lease(self) -> None:
+        """Ask for work while there is room. Waits for an answer; asks again after RESEND_S."""
+        while True:
+            self.wake.clear()
+            now = time.monotonic()
+            if self.asked_at is not None and now - self.asked_at > RESEND_S:
+                self.asked_at = None
+            rows = self._free_rows()
+            want = rows // self.config.algorithm.group_size
+            if self.held is not None and want > 0 and self.asked_at is None and now >= self.pause_until:
+                self.asked_at = now
+                await self.client.send(wire.encode(wire.LeaseRequest(held_tuple(self.held), want, rows)))
+            try:
+                await asyncio.wait_for(self.wake.wait(), TICK_S)
+            except TimeoutError:
+                continue
+
+    def _start(self, lease: wire.LeaseMsg) -> None:
+        if lease.lease_id not in self.running:
+            task = asyncio.create_task(self._work(lease))
+            self.running[lease.lease_id] = (lease, task)
+
+    async def _work(self, lease: wire.LeaseMsg) -> None:
+        try:
+            if lease.eval_id:
+                result = await self.sampler.evaluation(lease)
+                await self.client.send(wire.encode(result))
+            else:
+                await self._push(lease)
+        except (RouteError, TaskError, WireError) as exc:
+            # A group that cannot be scored or aligned goes back with its reason; nothing is cut to fit.
+            log.warning("lease %s failed: %s", lease.lease_id, exc)
+            self.counters["reward_errors" if isinstance(exc, TaskError) else "failed"] += 1
+            await self.client.send(
+                wire.encode(wire.Failed(lease.lease_id, lease.group_id, f"{type(exc).__name__}: {exc}"))
+            )
+        except EngineError as exc:
+            self._fail(exc)
+        finally:
+            self.running.pop(lease.lease_id, None)
+            self.wake.set()
+
+    async def _push(self, lease: wire.LeaseMsg) -> None:
+        group = await self.sampler.group(lease)
+        frames = wire.encode_group(group)
+        self.outbox[group.group_id] = (frames, time.monotonic(), False)
+        self.counters["groups"] += 1
+        await self.client.send(frames)
+
+    async def _resend(self) -> None:
+        """Groups that replay has not admitted for RESEND_S are sent again."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            now = time.monotonic()
+            for group_id, (frames, sent_at, admitted) in list(self.outbox.items()):
+                if not admitted and now - sent_at > RESEND_S:
+                    self.outbox[group_id] = (frames, now, False)
+                    await self.client.send(frames)
+
+    # --- weights and liveness -------------------------------------------------------------------
+
+    def _evaluating(self) -> bool:
+        return any(lease.eval_id for lease, _ in self.running.values())
+
+    async def _load(self) -> None:
+        """Load the newest version; deferred while evaluation leases of the held one run.
+
+        A load that fails keeps the old label (the lag rule then stops the leases) and is retried;
+        MAX_LOAD_FAILURES in a row end this generator, and the run goes on without it.
+        """
+        deferred: float | None = None
+        while True:
+            await asyncio.sleep(TICK_S / 5)
+            if self.target is None:
+                continue
+            if self._evaluating():
+                deferred = deferred or time.monotonic()
+                if time.monotonic() - deferred < self.config.eval.timeout_s:
+                    continue
+            deferred = None
+            version, source = self.target
+            self.target = None
+            try:
+                await self.engine.load(version, partial(shm.read, source, version))
+            except WeightSyncError as exc:
+                self._load_failed(exc, version, source)
+                continue
+            self.load_failures = 0
+            self.held = version
+            self.wake.set()
+
+    def _load_failed(self, exc: WeightSyncError, version: Version, source: str) -> None:
+        self.load_failures += 1
+        self.counters["load_failures"] += 1
+        log.warning("version %s was not loaded (%d in a row): %s", version, self.load_failures, exc)
+        if self.load_failures >= MAX_LOAD_FAILURES:
+            raise exc
+        # A newer announcement may have come meanwhile, and may be why the old file is gone.
+        if self.target is None:
+            self.target = (version, source)
+
+    async def _heartbeat(self) -> None:
+        """Samples the engine every tick and reports once a second; Hello until welcomed."""
+        beat = 0.0
+        while True:
+            now = time.time()
+            stats = self.engine.stats()
+            self.busy.sample(now, float(stats["busy_s"]))
+            if now - beat >= HEARTBEAT_S:
+                beat = now
+                if not self.welcomed.is_set() or self.held is None:
+                    # The answer names the newest version, so a missed announcement heals here.
+                    await self._hello()
+                else:
+                    gauges = {k: float(v) for k, v in stats.items()} | self.counters
+                    gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
+                    beat_message = wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())
+                    await self.client.send(wire.encode(beat_message))
+            await asyncio.sleep(TICK_S)
+
+
+async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInfo) -> None:
+    """Build the parts of one generator, probe the engine, run until stopped, close everything."""
+    model = config.generator.model or config.model.path
+    address = wait_for_address(run_dir / "replay.address", config.run.start_timeout_s)
+    rows = config.generator.groups_in_flight * config.algorithm.group_size
+    engine = TorchEngine(
+        model, version=Version(0, -1), threads=config.generator.threads, max_rows=rows,
+        seed=hash_seed(config.run.seed, generator_id),
+    )  # fmt: skip
+    pool = RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s)
+    client = AsyncClient(address, generator_id.encode())
+    try:
+        stops = read_stop_token_ids(model)
+        sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, stops)
+        await probe(engine, sampler.params())
+        generator = Generator(config, client, sampler, generator_id)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, generator.stopped.set)
+        await generator.run()
+    finally:
+        client.close()
+        pool.close()
+        engine.close()
+
+
+def hash_seed(seed: int, generator_id: str) -> int:
+    """Different generators sample differently; the same one repeats."""
+    import xxhash
+
+    return int(xxhash.xxh3_64_intdigest(f"{seed}|{generator_id}".encode()) % 2**31)
+
+
+def run(config: Config, run_dir: Path, generator_id: str) -> None:
+    """The generator role. Raises the error that ended it."""
+    from asyncrl.models.describe import describe
+
+    asyncio.run(serve(config, run_dir, generator_id, describe(config.generator.model or config.model.path)))

@@ -1,0 +1,1 @@
+"""The learner role: take, collate, score, drift, select, update, commit, publish."""

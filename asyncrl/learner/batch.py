@@ -1,0 +1,188 @@
+"""Groups -> padded tensors: collate and micro-batches.
+
+Axes: B rows (responses), S learner input length, L MoE layers, E experts, K experts per token.
+Everything about a response token stands at the input position that predicts it (DESIGN: predict
+mask); position s of a row predicts input token s + 1. Rows are padded on the right, so no
+attention mask is needed: a real token never attends to a later pad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.errors import RouteError
+from asyncrl.types import Group, ModelInfo, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One response of a batch, before padding.
+
+    loss_mask bool [T] after the staleness mask; masked counts the tokens that mask took;
+    lag int [T] per token at the update; counts int64 [L, E] over the loss tokens or None.
+    """
+
+    trajectory: Trajectory
+    prompt_ids: NDArray[np.int32]
+    group_id: str
+    generator_id: str
+    temperature: float
+    loss_mask: NDArray[np.bool_]
+    masked: int
+    lag: NDArray[np.int64]
+    counts: NDArray[np.int64] | None
+
+    @property
+    def size(self) -> int:
+        """Input length S of this row."""
+        return len(self.prompt_ids) + self.trajectory.num_tokens
+
+    @property
+    def max_lag(self) -> int:
+        """Largest lag of a used token, 0 when no token is used."""
+        used = self.lag[self.loss_mask]
+        return int(used.max()) if used.size else 0
+
+
+def rows_of(groups: Sequence[Group], update: int, bound: int, info: ModelInfo) -> list[Row]:
+    """Rows of one batch; tokens sampled before update `bound` lose their loss mask.
+
+    Raises RouteError when counts do not have the model's [segments, L, E] shape.
+    """
+    return [_row(g, t, update, bound, info) for g in groups for t in g.trajectories]
+
+
+def _row(group: Group, t: Trajectory, update: int, bound: int, info: ModelInfo) -> Row:
+    mask = t.loss_mask.astype(bool).copy()
+    lag = np.zeros(t.num_tokens, np.int64)
+    fresh: list[int] = []
+    for i, segment in enumerate(t.segments):
+        lag[segment.start : segment.end] = update - segment.version.update
+        if segment.version.update >= bound:
+            fresh.append(i)
+        else:
+            mask[segment.start : segment.end] = False
+    counts = None
+    if t.route_counts is not None:
+        if t.route_counts.shape[1:] != (len(info.layers), info.num_experts):
+            raise RouteError(
+                f"{t.trajectory_id}: route counts have shape {list(t.route_counts.shape)}, the model has "
+                f"{len(info.layers)} MoE layers and {info.num_experts} experts"
+            )
+        # Histograms are kept per segment, so masking a segment removes exactly its counts.
+        counts = t.route_counts[fresh].sum(axis=0, dtype=np.int64)
+    masked = int(t.loss_mask.sum() - mask.sum())
+    return Row(
+        t, group.prompt.token_ids, group.group_id, group.generator_id, group.temperature, mask, masked, lag, counts
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Padded rows. index [B] are the positions of the rows in the rank's row list.
+
+    input_ids int64 [B, S]; targets int64 [B, S]; predict_mask bool [B, S]; rollout_logp fp32
+    [B, S], NaN where the engine gave none; temperature [B]; routes int64 [L, B, S, K] or None
+    (-1 = native routing there). grad says whether its forward needs a graph.
+    """
+
+    index: tuple[int, ...]
+    input_ids: Tensor
+    targets: Tensor
+    predict_mask: Tensor
+    rollout_logp: Tensor
+    temperature: Tensor
+    routes: Tensor | None
+    grad: bool
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Copy on another device."""
+        routes = None if self.routes is None else self.routes.to(device)
+        return MicroBatch(
+            self.index,
+            self.input_ids.to(device),
+            self.targets.to(device),
+            self.predict_mask.to(device),
+            self.rollout_logp.to(device),
+            self.temperature.to(device),
+            routes,
+            self.grad,
+        )
+
+
+def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bool, replay: bool) -> MicroBatch:
+    """Pad the rows `index` into one MicroBatch; an empty index gives one dummy row without loss.
+
+    With replay, raises RouteError when a row has no routes or not exactly S - 1 of them.
+    """
+    picked = [rows[i] for i in index]
+    b, s = max(1, len(picked)), max((r.size for r in picked), default=2)
+    ids = np.zeros((b, s), np.int64)
+    mask = np.zeros((b, s), bool)
+    logp = np.zeros((b, s), np.float32)
+    temperature = np.ones(b, np.float32)
+    routes = np.full((b, s, len(info.layers), info.top_k), -1, np.int64) if replay else None
+    for i, row in enumerate(picked):
+        p, t = len(row.prompt_ids), row.trajectory.num_tokens
+        ids[i, :p] = row.prompt_ids
+        ids[i, p : p + t] = row.trajectory.token_ids
+        # Position p - 1 + j predicts response token j.
+        mask[i, p - 1 : p - 1 + t] = row.loss_mask
+        logp[i, p - 1 : p - 1 + t] = row.trajectory.logprobs
+        temperature[i] = row.temperature
+        if routes is not None:
+            routes[i, : row.size - 1] = _routes_of(row, info)
+    targets = np.concatenate([ids[:, 1:], np.zeros((b, 1), np.int64)], axis=1)
+    return MicroBatch(
+        tuple(index),
+        torch.from_numpy(ids),
+        torch.from_numpy(targets),
+        torch.from_numpy(mask),
+        torch.from_numpy(logp),
+        torch.from_numpy(temperature),
+        None if routes is None else torch.from_numpy(routes).permute(2, 0, 1, 3),
+        grad,
+    )
+
+
+def _routes_of(row: Row, info: ModelInfo) -> NDArray[np.int64]:
+    t = row.trajectory
+    want = (max(row.size - 1, 0), len(info.layers), info.top_k)
+    if t.routes is None or t.routes.shape != want:
+        got = None if t.routes is None else list(t.routes.shape)
+        raise RouteError(f"{t.trajectory_id}: replay needs routes of shape {list(want)}, got {got}")
+    return t.routes.astype(np.int64)
+
+
+def micro_batches(sizes: Sequence[int], index: Sequence[int], budget: int, waste: float = 0.2) -> list[list[int]]:
+    """Split rows into micro-batches of similar length.
+
+    sizes are the input lengths of all rows; index the rows to place. A micro-batch closes when
+    its padded tokens would exceed budget, or when padding would take more than the share `waste`
+    of a micro-batch of at least 1024 tokens (below that, calls cost more than pads).
+    """
+    out: list[list[int]] = []
+    current: list[int] = []
+    real = 0
+    for i in sorted(index, key=lambda j: (sizes[j], j)):
+        padded = (len(current) + 1) * sizes[i]
+        wasteful = real >= 1024 and 1 - (real + sizes[i]) / padded > waste
+        if current and (padded > budget or wasteful):
+            out.append(current)
+            current, real = [], 0
+        current.append(i)
+        real += sizes[i]
+    if current:
+        out.append(current)
+    return out
+
+
+def padded_tokens(sizes: Sequence[int], batches: Sequence[Sequence[int]]) -> int:
+    """Tokens that forwards over these micro-batches process, pads included."""
+    return sum(len(b) * max(sizes[i] for i in b) for b in batches if b)

@@ -1,0 +1,42 @@
+"""Mismatch sums per response, so that any split of a batch is a sum over rows of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from asyncrl.algos.mismatch import finalise, mismatch_sums
+from asyncrl.learner.batch import Row
+from asyncrl.learner.score import Scores
+from asyncrl.learner.table import Table
+
+TAUS = (1.2, 2.0, 5.0, 10.0)
+"""Bounds of F(tau): the share of tokens whose ratio or inverse ratio exceeds tau."""
+
+_SUMS = ("count", "missing", "k1", "k3", "abs", "w", "w2", *(f"f_{t}" for t in TAUS))
+
+
+def mismatch_columns(rows: Sequence[Row], scores: Scores) -> dict[str, NDArray[np.float64]]:
+    """Columns [n] of a rank: the sums of every response, its entropy sum and mean |log-ratio|."""
+    columns = {name: np.zeros(len(rows)) for name in (*_SUMS, "entropy_sum")}
+    for part in scores.parts:
+        index = list(part.batch.index)
+        if not index:
+            continue
+        b = part.batch
+        sums = mismatch_sums(part.logp.detach(), b.rollout_logp, b.predict_mask, TAUS, per_response=True)
+        for name in _SUMS:
+            columns[name][index] = sums[name].cpu().numpy()
+        entropy = torch.where(b.predict_mask, part.entropy.double(), 0.0).sum(dim=1)
+        columns["entropy_sum"][index] = entropy.cpu().numpy()
+    columns["abs_log_ratio"] = columns["abs"] / np.maximum(columns["count"], 1)
+    return columns
+
+
+def mismatch_of(table: Table, rows: NDArray[np.bool_]) -> dict[str, float]:
+    """kl_k1, kl_k3, f_<tau> and ess over the tokens of some rows; NaN when there is none."""
+    metrics = finalise({name: float(table[name][rows].sum()) for name in _SUMS})
+    return {name.removesuffix(".0"): value for name, value in metrics.items()}

@@ -1,0 +1,123 @@
+"""The scoring pass: log-probs, native routes and drift of a rank's rows under current weights.
+
+One forward serves score and update (fused) when every rank's share fits the token budget;
+otherwise a no-grad pass comes first and the update runs its own forward. Rows whose advantage is
+known to be zero are always scored without a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from asyncrl.algos.drift import expert_counts, layer_drift, route_drift
+from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches, padded_tokens
+from asyncrl.learner.shard import Policy, World
+from asyncrl.learner.table import all_max
+from asyncrl.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A micro-batch and its forward: logp [B, S] (with graph when batch.grad), entropy [B, S]."""
+
+    batch: MicroBatch
+    logp: Tensor
+    entropy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scoring pass of one rank. drift float64 [n] and layers [n, L] are NaN where undefined.
+
+    forced is (rows forced, rows) of the replayed forwards; fused says whether graphs are kept.
+    """
+
+    parts: list[Scored]
+    drift: NDArray[np.float64]
+    layers: NDArray[np.float64]
+    forced: tuple[float, float]
+    fused: bool
+
+
+def plan(
+    rows: Sequence[Row], silent: Sequence[bool], info: ModelInfo, budget: int, fuse: bool, replay: bool, world: World
+) -> tuple[list[MicroBatch], bool]:
+    """Micro-batches of the scoring pass and whether it is fused with the update.
+
+    silent rows need no gradient. Every rank gets the same number of micro-batches of each kind
+    (empty ones where needed), because each forward is a collective.
+    """
+    sizes = [r.size for r in rows]
+    loud = micro_batches(sizes, [i for i, s in enumerate(silent) if not s], budget)
+    quiet = micro_batches(sizes, [i for i, s in enumerate(silent) if s], budget)
+    fits = padded_tokens(sizes, loud) <= budget
+    unfit, most_loud, most_quiet = all_max([float(not (fits and fuse)), len(loud), len(quiet)], world)
+    # At least one forward with a graph per update, so that gradients exist (as zeros) everywhere.
+    loud += [[]] * (max(1, int(most_loud)) - len(loud))
+    quiet += [[]] * (int(most_quiet) - len(quiet))
+    fused = unfit == 0
+    parts = [collate(rows, i, info, fused, replay) for i in loud]
+    return parts + [collate(rows, i, info, False, replay) for i in quiet], fused
+
+
+def score(
+    policy: Policy, rows: Sequence[Row], batches: Sequence[MicroBatch], fused: bool, info: ModelInfo, world: World
+) -> Scores:
+    """Forward every micro-batch once and measure drift against the rollout counts."""
+    parts: list[Scored] = []
+    drift = np.full(len(rows), np.nan)
+    layers = np.full((len(rows), len(info.layers)), np.nan)
+    forced = [0.0, 0.0]
+    for cpu_batch in batches:
+        batch = cpu_batch.to(world.device)
+        with torch.set_grad_enabled(batch.grad):
+            logp, entropy, native = policy(batch)
+        parts.append(Scored(batch, logp, entropy))
+        if batch.routes is not None and policy.hook is not None:
+            real = batch.routes[0, :, :, 0] >= 0
+            forced[0] += float(policy.hook.forced_fraction) * real.numel()
+            forced[1] += float(real.sum())
+        if native is not None and batch.index:
+            fill_drift(drift, layers, rows, batch, native, info)
+    return Scores(parts, drift, layers, (forced[0], forced[1]), fused)
+
+
+def native_drift(
+    policy: Policy, rows: Sequence[Row], batches: Sequence[MicroBatch], info: ModelInfo, world: World
+) -> NDArray[np.float64]:
+    """Drift [n] from an extra no-grad pass on native routes (what replay cannot show)."""
+    drift = np.full(len(rows), np.nan)
+    layers = np.full((len(rows), len(info.layers)), np.nan)
+    for cpu_batch in batches:
+        batch = replace(cpu_batch, routes=None).to(world.device)
+        with torch.no_grad():
+            _, _, native = policy(batch)
+        if native is not None and batch.index:
+            fill_drift(drift, layers, rows, batch, native, info)
+    return drift
+
+
+def fill_drift(
+    drift: NDArray[np.float64],
+    layers: NDArray[np.float64],
+    rows: Sequence[Row],
+    batch: MicroBatch,
+    native_LBSK: Tensor,
+    info: ModelInfo,
+) -> None:
+    """Write the drift of a micro-batch's rows into drift [n] and layers [n, L]."""
+    native_counts = expert_counts(native_LBSK.permute(1, 2, 0, 3), batch.predict_mask, info.num_experts).cpu()
+    known = [j for j, i in enumerate(batch.index) if rows[i].counts is not None]
+    if not known:
+        return
+    stacked = np.stack([c for j in known if (c := rows[batch.index[j]].counts) is not None])
+    rollout_counts = torch.from_numpy(stacked)
+    places = [batch.index[j] for j in known]
+    drift[places] = route_drift(rollout_counts, native_counts[known]).numpy()
+    layers[places] = layer_drift(rollout_counts, native_counts[known]).numpy()

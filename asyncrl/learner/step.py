@@ -1,0 +1,167 @@
+"""One optimizer step: backward over the scored micro-batches, clip, step or skip.
+
+Knows nothing of queues, versions or metrics names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from asyncrl.config import AlgorithmSection, LearnerSection
+from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches
+from asyncrl.learner.objective import LossSums, Totals, batch_loss
+from asyncrl.learner.score import Scored, Scores
+from asyncrl.learner.shard import Policy, World
+from asyncrl.learner.table import all_max, all_sum
+from asyncrl.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """outcome: stepped, non_finite or filtered. grad_norm is before clipping, NaN when unknown."""
+
+    outcome: str
+    grad_norm: float
+    loss: float
+    clip_fraction: float
+    weight_mean: float
+    lr: float
+
+
+class Updater:
+    """Owns the optimizer; `update` is one update of the policy."""
+
+    def __init__(self, policy: Policy, settings: LearnerSection, algorithm: AlgorithmSection, world: World) -> None:
+        self._policy = policy
+        self._settings = settings
+        self._algorithm = algorithm
+        self._world = world
+        self._optimizer = torch.optim.AdamW(
+            policy.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+
+    def update(
+        self,
+        update: int,
+        rows: Sequence[Row],
+        scores: Scores,
+        old_logp: Sequence[Tensor],
+        advantages: Tensor,
+        keep: Tensor,
+        totals: Totals,
+        info: ModelInfo,
+    ) -> StepResult:
+        """Backward and step. advantages [n] and keep bool [n] are of this rank's rows.
+
+        old_logp[i] are the proximal log-probs of row i's predicting positions [S_i] as a CPU
+        tensor. A non-finite gradient anywhere makes every rank skip the step. A collective.
+        """
+        if totals.tokens <= 0:
+            return StepResult("filtered", math.nan, 0.0, math.nan, math.nan, self._set_lr(update))
+        sums = self.backward(rows, scores, old_logp, advantages, keep, totals, info)
+        return self.apply(update, sums)
+
+    def backward(
+        self,
+        rows: Sequence[Row],
+        scores: Scores,
+        old_logp: Sequence[Tensor],
+        advantages: Tensor,
+        keep: Tensor,
+        totals: Totals,
+        info: ModelInfo,
+    ) -> LossSums:
+        """Accumulate the gradient of the batch loss in the parameters; arguments as in `update`."""
+        self._optimizer.zero_grad(set_to_none=True)
+        sums = LossSums()
+        for part in self._parts(rows, scores, advantages, keep, info):
+            self._backward(part, old_logp, advantages, keep, totals, sums)
+        return sums
+
+    def apply(self, update: int, sums: LossSums) -> StepResult:
+        """Clip and step, or skip on every rank when anything is not finite."""
+        lr = self._set_lr(update)
+        norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        loss, clipped, kept, weight = all_sum(sums.vector(), self._world)
+        outcome = "non_finite"
+        # The norm is global, so every rank takes the same branch.
+        if math.isfinite(grad_norm) and math.isfinite(loss):
+            self._optimizer.step()
+            outcome = "stepped"
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(outcome, grad_norm, loss, clipped / max(kept, 1), weight / max(kept, 1), lr)
+
+    def _set_lr(self, update: int) -> float:
+        s = self._settings
+        lr = s.lr * min(1.0, (update + 1) / s.warmup_updates) if s.warmup_updates else s.lr
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def _parts(
+        self, rows: Sequence[Row], scores: Scores, advantages: Tensor, keep: Tensor, info: ModelInfo
+    ) -> Sequence[Scored]:
+        """The forwards to differentiate: those of the scoring pass, or new ones over what trains."""
+        if scores.fused:
+            return [p for p in scores.parts if p.batch.grad]
+        wanted = [i for i in range(len(rows)) if bool(keep[i]) and float(advantages[i]) != 0.0]
+        split = micro_batches([r.size for r in rows], wanted, self._settings.micro_batch_tokens)
+        most = max(1, int(all_max([len(split)], self._world)[0]))
+        split += [[]] * (most - len(split))
+        replay = any(p.batch.routes is not None for p in scores.parts)
+        return _Lazy(self._policy, [collate(rows, i, info, True, replay) for i in split], self._world)
+
+    def _backward(
+        self,
+        part: Scored,
+        old_logp: Sequence[Tensor],
+        advantages: Tensor,
+        keep: Tensor,
+        totals: Totals,
+        sums: LossSums,
+    ) -> None:
+        batch = part.batch
+        index = list(batch.index)
+        device = part.logp.device
+        old = torch.zeros_like(part.logp)
+        for j, i in enumerate(index):
+            old[j, : len(old_logp[i])] = old_logp[i].to(old)
+        adv = torch.zeros(len(batch.input_ids), dtype=torch.float32, device=device)
+        mask = batch.predict_mask
+        if index:
+            adv = advantages[index].to(device, torch.float32)
+            mask = mask & keep[index].to(device)[:, None]
+        loss = batch_loss(part.logp, old, batch.rollout_logp, adv, mask, self._algorithm, totals, sums)
+        # FSDP averages gradients over ranks; the loss is a sum of shares, so undo the average.
+        (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
+
+
+class _Lazy(Sequence[Scored]):
+    """Runs each forward when it is asked for, so that one graph lives at a time."""
+
+    def __init__(self, policy: Policy, batches: Sequence[MicroBatch], world: World) -> None:
+        self._policy, self._batches, self._world = policy, batches, world
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, i: int) -> Scored:  # type: ignore[override]
+        batch = self._batches[i].to(self._world.device)
+        logp, entropy, _ = self._policy(batch)
+        return Scored(batch, logp, entropy)
+
+
+def row_logprobs(rows: Sequence[Row], scores: Scores) -> list[Tensor]:
+    """Detached log-probs of every row at its predicting positions, [S_i] each, on the CPU."""
+    out: list[Tensor] = [torch.zeros(0)] * len(rows)
+    for part in scores.parts:
+        logp = part.logp.detach().cpu()
+        for j, i in enumerate(part.batch.index):
+            out[i] = logp[j, : rows[i].size]
+    return out

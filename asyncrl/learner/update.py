@@ -1,0 +1,162 @@
+"""One update of a batch: score, drift, select, update. The hop list of the learner.
+
+Each hop takes values and returns values; the loop around it talks to replay and to the sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl.algos.advantages import group_advantages, zero_variance
+from asyncrl.algos.select import Selection, select, select_outliers, select_random, unit_signal
+from asyncrl.config import AlgorithmSection, Config, RdcSection
+from asyncrl.learner.batch import Row
+from asyncrl.learner.mismatch_rows import mismatch_columns
+from asyncrl.learner.objective import Totals
+from asyncrl.learner.score import Scores, native_drift, plan, score
+from asyncrl.learner.shard import Policy, World, reshard
+from asyncrl.learner.step import StepResult, Updater, row_logprobs
+from asyncrl.learner.table import Table, all_sum, gather, row_columns, row_names
+from asyncrl.types import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything one update produced. table holds all rows of all ranks.
+
+    keep bool [n] and bucket int [n] as selected (keep is all True under observe and off);
+    would_drop bool [n]: what the gate chose, trained on or not; advantages [n].
+    """
+
+    table: Table
+    selection: Selection
+    would_drop: Tensor
+    keep: Tensor
+    advantages: Tensor
+    totals: Totals
+    step: StepResult
+    forced_fraction: float
+    fused: bool
+
+
+@dataclass(slots=True)
+class TakeState:
+    """What lives from one batch of a take to the next: proximal log-probs by trajectory id."""
+
+    old_logp: dict[str, Tensor]
+
+
+def score_take(policy: Policy, rows: Sequence[Row], config: Config, info: ModelInfo, world: World) -> TakeState:
+    """pi_old of a whole take in one no-grad pass, used when a take makes several updates."""
+    scores = _score(policy, rows, [True] * len(rows), config, info, world)
+    old = row_logprobs(rows, scores)
+    reshard(policy)
+    return TakeState({r.trajectory.trajectory_id: o for r, o in zip(rows, old, strict=True)})
+
+
+def run_update(
+    policy: Policy,
+    updater: Updater,
+    rows: Sequence[Row],
+    update: int,
+    carry: float,
+    state: TakeState | None,
+    config: Config,
+    info: ModelInfo,
+    world: World,
+) -> Outcome:
+    """Score, measure drift, select over all ranks, update. Collective: every rank calls it.
+
+    state carries pi_old when the take makes several updates; None means pi_old = pi.
+    """
+    a = config.algorithm
+    before = gather(row_names(rows), row_columns(rows), world)
+    rewards = torch.from_numpy(before["reward"])
+    quiet = zero_variance(rewards, before.group_index)
+    base = group_advantages(rewards, before.group_index, kind=a.advantage)
+    silent = before.local(quiet & (base == 0)).tolist()
+    scores = _score(policy, rows, silent, config, info, world)
+    current = row_logprobs(rows, scores)
+    old = current if state is None else [state.old_logp[r.trajectory.trajectory_id] for r in rows]
+    table = _scored_table(policy, rows, scores, update, before, config, info, world)
+    selection, would_drop, keep = choose(table, a, update, carry)
+    kept_only = keep if a.rdc.baseline == "retained" else None
+    advantages = group_advantages(rewards, before.group_index, kind=a.advantage, keep=kept_only)
+    totals = _totals(table, keep, config)
+    mine = before.local
+    step = updater.update(update, rows, scores, old, mine(advantages), mine(keep), totals, info)
+    reshard(policy)
+    forced, replayed = all_sum(scores.forced, world)
+    share = forced / replayed if replayed else float("nan")
+    return Outcome(table, selection, would_drop, keep, advantages, totals, step, share, scores.fused)
+
+
+def _score(
+    policy: Policy, rows: Sequence[Row], silent: Sequence[bool], config: Config, info: ModelInfo, world: World
+) -> Scores:
+    budget, fuse = config.learner.micro_batch_tokens, config.learner.scoring == "auto"
+    batches, fused = plan(rows, silent, info, budget, fuse and not all(silent), policy.replay, world)
+    return score(policy, rows, batches, fused, info, world)
+
+
+def _scored_table(
+    policy: Policy,
+    rows: Sequence[Row],
+    scores: Scores,
+    update: int,
+    before: Table,
+    config: Config,
+    info: ModelInfo,
+    world: World,
+) -> Table:
+    columns = {k: v[before.start : before.start + before.count] for k, v in before.columns.items()}
+    columns |= mismatch_columns(rows, scores)
+    columns["drift"] = scores.drift
+    columns |= {f"layer_{layer}": scores.layers[:, i] for i, layer in enumerate(info.layers)}
+    every = config.algorithm.native_drift_every
+    if policy.replay and every and update % every == 0:
+        columns["native_drift"] = native_drift(policy, rows, [p.batch for p in scores.parts], info, world)
+    return gather(row_names(rows), columns, world)
+
+
+def choose(table: Table, a: AlgorithmSection, update: int, carry: float) -> tuple[Selection, Tensor, Tensor]:
+    """Selection over the whole batch; would_drop [n] and keep [n] differ under observe."""
+    r: RdcSection = a.rdc
+    n = len(table)
+    if r.mode == "off":
+        everything = torch.ones(n, dtype=torch.bool)
+        return Selection(everything, torch.zeros(n, dtype=torch.int64), carry, 0), ~everything, everything
+    lengths = torch.from_numpy(table["length"]).to(torch.int64)
+    signal = torch.from_numpy(table["drift"])
+    if r.signal == "log_ratio":
+        ratio = unit_signal(torch.from_numpy(table["abs_log_ratio"]))
+        signal = torch.where(torch.isnan(signal), signal, ratio)
+    if r.mode == "random":
+        chosen = select_random(
+            signal, lengths, table.ids, r.q, r.buckets, r.bucket_edges, carry, update, r.on_undefined
+        )
+    elif r.gate == "outlier":
+        chosen = select_outliers(
+            signal, lengths, table.ids, r.outlier_k, r.outlier_floor, r.q, r.buckets, r.bucket_edges, r.on_undefined
+        )
+        # This gate has no quota; what top_q owed stays owed.
+        chosen = chosen._replace(carry=carry)
+    else:
+        chosen = select(signal, lengths, table.ids, r.q, r.buckets, r.bucket_edges, carry, update, r.on_undefined)
+    keep = torch.ones_like(chosen.keep) if r.mode == "observe" else chosen.keep
+    return chosen, ~chosen.keep, keep
+
+
+def _totals(table: Table, keep: Tensor, config: Config) -> Totals:
+    a = config.algorithm
+    counted = np.ones(len(table), bool) if a.rdc.normalize == "batch" else keep.numpy()
+    if not bool((table["tokens"] * keep.numpy()).sum() > 0):
+        return Totals(0.0, 0.0, 0.0)
+    tokens = float((table["tokens"] * counted).sum())
+    sequences = float(((table["tokens"] > 0) & counted).sum())
+    return Totals(tokens, sequences, sequences * config.sampling.max_new_tokens)

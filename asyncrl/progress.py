@@ -1,0 +1,131 @@
+"""The progress line of `asyncrl run` and its summary, read from metrics.jsonl as it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+Record = dict[str, Any]
+
+
+class Tail:
+    """Reads the complete lines that were added to a JSONL file since the last call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._rest = path, 0, b""
+
+    def read(self) -> list[Record]:
+        """New records, none while the file does not exist."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        self._offset += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [json.loads(line) for line in lines if line.strip()]
+
+
+class View:
+    """Latest values by name, and the held-out accuracy by update."""
+
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
+        self.latest: dict[str, float] = {}
+        self.accuracy: dict[int, tuple[float, float]] = {}
+        self.done = 0
+        self.rewards: list[float] = []
+
+    def add(self, record: Record) -> None:
+        """Take in one record of metrics.jsonl."""
+        self.latest |= {k: v for k, v in record.items() if isinstance(v, int | float)}
+        if "eval/sampled_accuracy" in record:
+            pair = (number(record, "eval/sampled_accuracy"), number(record, "eval/greedy_accuracy"))
+            self.accuracy[int(record["update"])] = pair
+        if "policy/reward" in record:
+            self.rewards.append(number(record, "policy/reward"))
+            self.done = int(record["update"]) + int(record.get("optim/stepped", 1))
+
+    def line(self) -> str:
+        """reward, held-out accuracy, lag, drift and token rates as one line."""
+        last = self.accuracy[max(self.accuracy)] if self.accuracy else (math.nan, math.nan)
+        n = {k: number(self.latest, k) for k in KEYS}
+        return (
+            f"reward {n['policy/reward']:.3f}  held-out {last[0]:.3f}  lag {n['staleness/lag_mean']:.1f}  "
+            f"drift {n['drift/mean']:.4f}  gen {n['throughput/generator_tokens_per_s']:.0f} tok/s  "
+            f"learn {n['throughput/learner_tokens_per_s']:.0f} tok/s"
+        )
+
+
+KEYS = (
+    "policy/reward",
+    "staleness/lag_mean",
+    "drift/mean",
+    "throughput/generator_tokens_per_s",
+    "throughput/learner_tokens_per_s",
+)
+
+
+def number(record: Record, key: str) -> float:
+    """Value of a record, NaN when it is missing or not a number."""
+    value = record.get(key)
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+@contextmanager
+def progress_bar(view: View, console: Console, enabled: bool) -> Iterator[Any]:
+    """Yields a function to call after new records: a live bar on a terminal, else sparse lines."""
+    if not (enabled and console.is_terminal):
+        state = {"printed": 0.0, "done": -1}
+
+        def plain() -> None:
+            now = time.monotonic()
+            if enabled and view.done != state["done"] and (now - state["printed"] > 10 or view.done >= view.updates):
+                state["printed"], state["done"] = now, view.done
+                console.print(f"update {view.done}/{view.updates}  {view.line()}", highlight=False, soft_wrap=True)
+
+        yield plain
+        return
+    columns = (TextColumn("updates"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[line]}"), console=console) as bar:
+        task = bar.add_task("train", total=view.updates, line="starting")
+        yield lambda: bar.update(task, completed=view.done, line=view.line() if view.latest else "starting")
+
+
+def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cpu_s: float) -> None:
+    """Accuracy before and after, what the run cost, and how to open the dashboard."""
+    table = Table(title=f"run {run_dir}", show_header=False)
+    table.add_row("updates", str(view.done))
+    if view.accuracy:
+        first, last = min(view.accuracy), max(view.accuracy)
+        table.add_row(f"held-out accuracy, sampled (update {first} -> {last})", _arrow(view, first, last, 0))
+        table.add_row("held-out accuracy, greedy", _arrow(view, first, last, 1))
+    if view.rewards:
+        table.add_row("training reward (first -> last)", f"{view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
+    for label, key in (
+        ("mean lag of the last update", "staleness/lag_mean"),
+        ("kl_k3 of the last update", "mismatch/kl_k3"),
+        ("mean drift of the last update", "drift/mean"),
+        ("step time overlapped by generation", "throughput/overlap_fraction"),
+    ):
+        table.add_row(label, f"{number(view.latest, key):.4g}")
+    table.add_row("wall seconds / CPU seconds", f"{wall_s:.0f} / {cpu_s:.0f}")
+    console.print(table)
+    console.print(f"model:     {run_dir / 'model'}", highlight=False, soft_wrap=True)
+    console.print(
+        f"dashboard: tensorboard --logdir {run_dir / 'tb'}   then open http://127.0.0.1:6006/#custom_scalars",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _arrow(view: View, first: int, last: int, which: int) -> str:
+    return f"{view.accuracy[first][which]:.3f} -> {view.accuracy[last][which]:.3f}"

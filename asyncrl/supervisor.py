@@ -1,0 +1,164 @@
+"""`asyncrl run`: start replay, generators and the learner on one machine, watch them, stop them.
+
+A generator that dies is started again; replay or the learner dying ends the run with its cause.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+
+from asyncrl.config import Config, save_config
+from asyncrl.errors import RunError
+from asyncrl.preflight import preflight
+from asyncrl.process import Child, role_environment, start, stop_all
+from asyncrl.progress import Tail, View, print_summary, progress_bar
+
+POLL_S = 0.1
+
+
+class Supervisor:
+    """The children of one run."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config, self.run_dir = config, run_dir
+        self.file = run_dir / "config.yaml"
+        self.replay: Child | None = None
+        self.learner: Child | None = None
+        self.generators: dict[str, Child] = {}
+        self.restarts = 0
+        self.signal = 0
+
+    def children(self) -> list[Child]:
+        """All that were started and not replaced."""
+        some = [c for c in (self.learner, self.replay) if c is not None]
+        return some + list(self.generators.values())
+
+    def start(self) -> None:
+        """Start every role. Waits for replay's address, at most run.start_timeout_s."""
+        c = self.config
+        self.replay = self._role("replay", ["replay", str(self.file)], 1)
+        # The learner and the generators wait for the address themselves; importing torch overlaps with that.
+        env = role_environment(c.learner.threads)
+        self.learner = start("learner", learner_command(c, self.file), env, self._log("learner"))
+        for i in range(c.generator.count):
+            self._start_generator(f"g{i}")
+
+    def _start_generator(self, name: str) -> None:
+        arguments = ["generate", str(self.file), "--id", name]
+        self.generators[name] = self._role(name, arguments, self.config.generator.threads)
+
+    def _role(self, name: str, arguments: list[str], threads: int) -> Child:
+        command = [sys.executable, "-m", "asyncrl", *arguments]
+        return start(name, command, role_environment(threads), self._log(name))
+
+    def _log(self, name: str) -> Path:
+        return self.run_dir / "logs" / f"{name}.log"
+
+    def check(self) -> bool:
+        """True when the learner finished. Raises RunError with the cause when the run cannot go on."""
+        assert self.replay is not None and self.learner is not None
+        status = self.learner.returncode
+        if status is not None:
+            if status == 0:
+                return True
+            raise RunError(f"the learner ended with status {status}:\n{self.learner.tail()}")
+        if self.replay.returncode is not None:
+            raise RunError(f"replay ended with status {self.replay.returncode}:\n{self.replay.tail()}")
+        for name, child in list(self.generators.items()):
+            if child.returncode is None:
+                continue
+            if self.restarts < self.config.run.max_generator_restarts:
+                self.restarts += 1
+                print(f"generator {name} ended with status {child.returncode}; started again", file=sys.stderr)
+                self._start_generator(name)
+            elif all(g.returncode is not None for g in self.generators.values()):
+                raise RunError(f"every generator ended; the last one with status {child.returncode}:\n{child.tail()}")
+        return False
+
+    def stop(self) -> None:
+        """End every child and what it started; remove published weights."""
+        stop_all(self.children(), self.config.run.shutdown_s)
+        clean_weights(self.run_dir)
+
+
+def learner_command(config: Config, file: Path) -> list[str]:
+    """torchrun over the learner's ranks on this machine."""
+    ranks = str(config.learner.ranks)
+    launch = [sys.executable, "-m", "asyncrl.launcher", "--standalone", "--nproc-per-node", ranks, "-m", "asyncrl"]
+    return [*launch, "learn", str(file)]
+
+
+def clean_weights(run_dir: Path) -> None:
+    """Remove published weights that a killed learner could not remove itself."""
+    from asyncrl.weights.place import remove
+
+    remove(run_dir / "weights")
+
+
+def fresh_run(config: Config) -> Config:
+    """Config with a run name whose folder does not exist yet: name, name-2, name-3, ..."""
+    name, n = config.run.name, 1
+    while (Path(config.run.dir) / name).exists():
+        n += 1
+        name = f"{config.run.name}-{n}"
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
+
+
+def run(config: Config) -> int:
+    """Run to the end. Returns the exit status: 0, 1 after a failure, 128 + n after signal n.
+
+    Waits for the learner without a limit of its own: every role's waits have limits.
+    """
+    preflight(config)
+    config = fresh_run(config)
+    run_dir = config.run_dir
+    run_dir.mkdir(parents=True)
+    save_config(config, run_dir / "config.yaml")
+    console = Console()
+    console.print(f"run folder: {run_dir} (config.yaml, metrics.jsonl, tb/, logs/)", highlight=False, soft_wrap=True)
+    supervisor = Supervisor(config, run_dir)
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        supervisor.signal = number
+
+    previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
+    started = time.monotonic()
+    view, tail = View(config.learner.updates), Tail(run_dir / "metrics.jsonl")
+    status = 1
+    try:
+        supervisor.start()
+        status = _watch(supervisor, view, tail, console)
+    except RunError as exc:
+        console.print(f"run failed: {exc}", style="red", highlight=False, markup=False, soft_wrap=True)
+    finally:
+        supervisor.stop()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for record in tail.read():
+        view.add(record)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print_summary(view, console, run_dir, time.monotonic() - started, used.ru_utime + used.ru_stime)
+    return status
+
+
+def _watch(supervisor: Supervisor, view: View, tail: Tail, console: Console) -> int:
+    with progress_bar(view, console, supervisor.config.logging.progress) as show:
+        while True:
+            finished = supervisor.check()
+            for record in tail.read():
+                view.add(record)
+            show()
+            if finished:
+                return 0
+            if supervisor.signal:
+                return 128 + supervisor.signal
+            time.sleep(POLL_S)
+
+

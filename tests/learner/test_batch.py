@@ -1,0 +1,135 @@
+"""Collate: alignment, the staleness mask and micro-batches."""
+
+import numpy as np
+import pytest
+import torch
+from tests.learner.groups import make_trajectory
+
+from asyncrl.errors import RouteError
+from asyncrl.learner.batch import collate, micro_batches, padded_tokens, rows_of
+from asyncrl.types import Group, ModelInfo, Prompt, Segment, Trajectory, Version
+
+INFO = ModelInfo((0, 1), 4, 2, 10)
+
+
+def group_of(*trajectories: Trajectory, prompt=(1, 2, 3), temperature=1.0) -> Group:
+    ids = np.asarray(prompt, np.int32)
+    return Group("0/p", Prompt("p", ids, "", "", "t"), "g0", 0, temperature, trajectories)
+
+
+def traced(tid: str, base: int, num_prompt: int, num_tokens: int) -> Trajectory:
+    """Routes row s holds the ids (base + s) % 4 and (base + s + 1) % 4 in both layers."""
+    s = num_prompt + num_tokens - 1
+    first = (np.arange(s) + base) % 4
+    routes = np.repeat(np.stack([first, (first + 1) % 4], -1)[:, None], 2, axis=1).astype(np.uint8)
+    return Trajectory(
+        tid, np.arange(4, 4 + num_tokens, dtype=np.int32), -np.arange(1, num_tokens + 1, dtype=np.float32),
+        np.ones(num_tokens, bool), (Segment(Version(0, 5), 0, num_tokens),), 0.0, "stop",
+        np.ones((1, 2, 4), np.uint16), routes,
+    )  # fmt: skip
+
+
+def test_everything_of_a_response_token_stands_at_the_position_that_predicts_it():
+    rows = rows_of([group_of(traced("a", 0, 3, 2), temperature=0.6)], 5, 0, INFO)
+    batch = collate(rows, [0], INFO, True, True)
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5]]
+    assert batch.targets.tolist() == [[2, 3, 4, 5, 0]]
+    # Input position 2 (the last prompt token) predicts the first response token; 4 predicts nothing.
+    assert batch.predict_mask.tolist() == [[False, False, True, True, False]]
+    assert batch.rollout_logp.tolist() == [[0, 0, -1, -2, 0]]
+    assert batch.temperature.tolist() == [pytest.approx(0.6)]
+    # S - 1 = 4 rows are forced, the row of the last token is "no route".
+    assert batch.routes[0, 0].tolist() == [[0, 1], [1, 2], [2, 3], [3, 0], [-1, -1]]
+
+
+def test_padding_gives_no_route_no_loss_and_no_token():
+    rows = rows_of([group_of(traced("a", 0, 3, 3), traced("b", 1, 3, 1))], 5, 0, INFO)
+    batch = collate(rows, [0, 1], INFO, True, True)
+    assert batch.input_ids.shape == (2, 6)
+    assert batch.predict_mask[1].tolist() == [False, False, True, False, False, False]
+    assert (batch.routes[:, 1, 3:] == -1).all()
+    assert batch.routes[1, 1, :3].tolist() == [[1, 2], [2, 3], [3, 0]]
+
+
+def test_response_cut_by_length_keeps_all_its_mask_entries():
+    rows = rows_of([group_of(traced("a", 0, 2, 5), traced("b", 0, 2, 8), prompt=(1, 2))], 5, 0, INFO)
+    batch = collate(rows, [0, 1], INFO, True, False)
+    assert batch.predict_mask.sum(1).tolist() == [5, 8]
+
+
+def test_only_the_tokens_older_than_the_bound_lose_their_mask_and_their_counts():
+    rng = np.random.default_rng(0)
+    t = make_trajectory("a", 3, 10, INFO, rng, ((7, 4), (8, 10)))
+    (row,) = rows_of([group_of(t)], 9, 8, INFO)
+    assert row.loss_mask.tolist() == [False] * 4 + [True] * 6
+    assert row.lag.tolist() == [2] * 4 + [1] * 6
+    assert (row.masked, row.max_lag) == (4, 1)
+    assert (row.counts == t.route_counts[1]).all()
+    # 6 tokens x 2 choices per layer.
+    assert row.counts.sum(1).tolist() == [12, 12]
+
+
+def test_lag_of_a_response_is_the_largest_lag_of_a_used_token():
+    t = make_trajectory("a", 3, 10, INFO, np.random.default_rng(0), ((7, 4), (8, 10)))
+    (row,) = rows_of([group_of(t)], 9, 7, INFO)
+    assert row.max_lag == 2
+
+
+def test_empty_response_has_no_tokens_and_zero_counts():
+    t = make_trajectory("a", 3, 0, INFO, np.random.default_rng(0))
+    (row,) = rows_of([group_of(t)], 9, 0, INFO)
+    assert row.counts.sum() == 0
+    batch = collate([row], [0], INFO, True, True)
+    assert not batch.predict_mask.any()
+
+
+@pytest.mark.parametrize("cut", [-1, 1])
+def test_routes_of_another_row_count_are_refused_by_name(cut):
+    t = traced("0/p#0.3", 0, 3, 4)
+    routes = np.concatenate([t.routes, t.routes[:1]]) if cut > 0 else t.routes[:-1]
+    bad = Trajectory(*[getattr(t, f) for f in t.__slots__[:-1]], routes)
+    with pytest.raises(RouteError, match=r"0/p#0\.3.*\[6, 2, 2\].*\[[57], 2, 2\]"):
+        collate(rows_of([group_of(bad)], 5, 0, INFO), [0], INFO, True, True)
+
+
+def test_counts_of_another_model_are_refused():
+    with pytest.raises(RouteError, match="3 MoE layers"):
+        rows_of([group_of(traced("a", 0, 3, 2))], 5, 0, ModelInfo((0, 1, 2), 4, 2, 10))
+
+
+def test_tracer_rows_follow_their_tokens_through_sorting_and_splitting():
+    lengths = [5, 1, 3, 2, 4, 1]
+    made = [traced(f"t{i}", i, 3, n) for i, n in enumerate(lengths)]
+    rows = rows_of([group_of(*made)], 5, 0, INFO)
+    seen = set()
+    for index in micro_batches([r.size for r in rows], range(6), 16):
+        batch = collate(rows, index, INFO, True, True)
+        for j, i in enumerate(index):
+            seen.add(i)
+            n = 3 + lengths[i] - 1
+            assert batch.routes[0, j, :n, 0].tolist() == [(i + s) % 4 for s in range(n)]
+            assert (batch.routes[0, j, n:] == -1).all()
+    assert seen == set(range(6))
+
+
+def test_micro_batches_respect_the_budget_and_place_every_row_once():
+    rng = np.random.default_rng(1)
+    sizes = rng.integers(3, 40, 300).tolist()
+    split = micro_batches(sizes, range(300), 512)
+    assert sorted(i for b in split for i in b) == list(range(300))
+    assert all(len(b) * max(sizes[i] for i in b) <= 512 for b in split)
+    # Similar lengths together: little padding.
+    assert padded_tokens(sizes, split) <= 1.2 * sum(sizes)
+
+
+def test_row_longer_than_the_budget_gets_its_own_micro_batch():
+    assert micro_batches([100, 3], [0, 1], 50) == [[1], [0]]
+
+
+def test_empty_micro_batch_is_one_row_without_loss():
+    batch = collate([], [], INFO, True, True)
+    assert batch.input_ids.shape == (1, 2)
+    assert not batch.predict_mask.any()
+    assert (batch.routes == -1).all()
+    assert batch.index == ()
+    assert torch.isfinite(batch.rollout_logp).all()
