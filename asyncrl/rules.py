@@ -1,0 +1,51 @@
+"""The rules between settings, all in one place, each with the key, the value and the remedy.
+
+Knows the config as a value; reads no file and no environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from asyncrl.config import Config
+
+
+def problems(c: Config) -> Iterator[str]:
+    """One sentence per rule that the config breaks."""
+    s, a = c.staleness, c.algorithm
+    if s.max_lag < s.sync_every - 1:
+        yield (
+            f"staleness.max_lag={s.max_lag} is smaller than sync_every - 1 = {s.sync_every - 1}: the learner would "
+            f"wait for a version that can never be published; set staleness.max_lag >= {s.sync_every - 1} "
+            f"or staleness.sync_every <= {s.max_lag + 1}"
+        )
+    if s.max_lag < s.updates_per_take - 1:
+        yield (
+            f"staleness.max_lag={s.max_lag} is smaller than updates_per_take - 1 = {s.updates_per_take - 1}: the last "
+            f"update of a take could use none of it; set staleness.max_lag >= {s.updates_per_take - 1}"
+        )
+    if c.model.dtype == "float64" and c.model.experts == "grouped_mm":
+        yield "model.experts=grouped_mm has no float64 kernel; set model.experts=eager with model.dtype=float64"
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(c.sampling, key) != off:
+            yield (
+                f"sampling.{key}={getattr(c.sampling, key)}: truncated sampling makes rollout log-probs incomparable "
+                f"with the learner's full distribution; set sampling.{key}={off}"
+            )
+    if c.task.max_terms < max(c.task.min_terms, c.task.eval_min_terms):
+        yield (
+            f"task.max_terms={c.task.max_terms} is smaller than task.min_terms={c.task.min_terms} or "
+            f"task.eval_min_terms={c.task.eval_min_terms}; raise task.max_terms"
+        )
+    edges = a.rdc.bucket_edges
+    if edges is not None and list(edges) != sorted(set(edges)):
+        yield f"algorithm.rdc.bucket_edges={list(edges)} must ascend without repeats"
+    if a.ratio == "behaviour" and a.correction.kind != "none":
+        yield (
+            "algorithm.ratio=behaviour already carries pi/mu inside the clip, so "
+            f"algorithm.correction.kind={a.correction.kind} would apply it twice; set algorithm.correction.kind=none"
+        )
+    if a.dual_clip is not None and a.dual_clip <= 1 + a.eps_high:
+        yield f"algorithm.dual_clip={a.dual_clip} must exceed 1 + eps_high = {1 + a.eps_high}"

@@ -1,0 +1,124 @@
+"""What is wrong with a setting, in one line, and the key that was most likely meant.
+
+Knows dotted names and pydantic's error records; no section, no file.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+SYNONYMS: Mapping[str, str] = {
+    # names that other projects and papers use
+    "quantile": "algorithm.rdc.q",
+    "filter_ratio": "algorithm.rdc.q",
+    "filter_fraction": "algorithm.rdc.q",
+    "drop_fraction": "algorithm.rdc.q",
+    "rdc_q": "algorithm.rdc.q",
+    "rdc_mode": "algorithm.rdc.mode",
+    "num_buckets": "algorithm.rdc.buckets",
+    "lag": "staleness.max_lag",
+    "max_staleness": "staleness.max_lag",
+    "staleness_bound": "staleness.max_lag",
+    "staleness_limit": "staleness.max_lag",
+    "max_version_lag": "staleness.max_lag",
+    "max_off_policy_steps": "staleness.max_lag",
+    "max_offpolicy_steps": "staleness.max_lag",
+    "max_head_offpolicyness": "staleness.max_lag",
+    "sync_interval": "staleness.sync_every",
+    "sync_steps": "staleness.sync_every",
+    "weight_sync_every": "staleness.sync_every",
+    "mini_batches": "staleness.updates_per_take",
+    "batch_size": "algorithm.groups_per_update",
+    "prompts_per_update": "algorithm.groups_per_update",
+    "num_generations": "algorithm.group_size",
+    "samples_per_prompt": "algorithm.group_size",
+    "rollouts_per_prompt": "algorithm.group_size",
+    "clip_low": "algorithm.eps_low",
+    "clip_high": "algorithm.eps_high",
+    "tis_cap": "algorithm.correction.cap",
+    "importance_cap": "algorithm.correction.cap",
+    "routing_replay": "algorithm.routes",
+    "learning_rate": "learner.lr",
+    "steps": "learner.updates",
+    "max_steps": "learner.updates",
+    "total_steps": "learner.updates",
+    "num_updates": "learner.updates",
+    "warmup_steps": "learner.warmup_updates",
+    "grad_clip": "learner.max_grad_norm",
+    "clip_grad": "learner.max_grad_norm",
+    "world_size": "learner.ranks",
+    "nproc_per_node": "learner.ranks",
+    "model_path": "model.path",
+    "model_name": "model.path",
+    "max_tokens": "sampling.max_new_tokens",
+    "max_response_length": "sampling.max_new_tokens",
+    "num_generators": "generator.count",
+    "num_actors": "generator.count",
+    "run_name": "run.name",
+    "eval_every": "eval.every",
+}
+
+
+def suggest(key: str, keys: Sequence[str]) -> str | None:
+    """Best guess for an unknown dotted `key` among the known `keys`, or None.
+
+    Tried in this order: the same last word elsewhere, another project's word for it, a near
+    spelling of a neighbour, of another project's word, of any key.
+    """
+    leaf = _leaf(key).lower().replace("-", "_")
+    by_leaf: dict[str, str] = {}
+    for known in keys:
+        by_leaf.setdefault(_leaf(known), known)
+    if leaf in by_leaf:
+        return by_leaf[leaf]
+    if leaf in SYNONYMS:
+        return SYNONYMS[leaf]
+    neighbours = {_leaf(k): k for k in keys if k.rpartition(".")[0] == key.rpartition(".")[0]}
+    attempts: tuple[tuple[str, Mapping[str, str], float], ...] = (
+        (leaf, neighbours, 0.75),
+        (leaf, SYNONYMS, 0.75),
+        (key, {k: k for k in keys}, 0.7),
+        (leaf, neighbours, 0.6),
+        (leaf, by_leaf, 0.6),
+    )
+    for word, pool, cutoff in attempts:
+        close = difflib.get_close_matches(word, list(pool), n=1, cutoff=cutoff)
+        if close:
+            return pool[close[0]]
+    return None
+
+
+def explain(error: Any, keys: Sequence[str]) -> Iterator[str]:
+    """One line per problem of one pydantic error record; `keys` are the known dotted keys."""
+    path = [str(p) for p in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        for key, value in _leaves(".".join(path), error["input"]):
+            guess = suggest(key, keys)
+            hint = f"did you mean {guess!r}?" if guess else "`asyncrl config` prints every key"
+            yield f"unknown key {key!r} (value {value!r}); {hint}"
+        return
+    if error["type"] == "missing" and ".".join(path) in keys:
+        key = ".".join(path)
+        yield f"key {key!r} is missing; set it in a config file or as {key}=VALUE"
+        return
+    if error["type"] == "value_error" and not path:
+        yield str(error["ctx"]["error"])
+        return
+    # what follows the key in a path is an index or the branch of a union, of no use to the reader
+    while path and ".".join(path) not in keys:
+        path.pop()
+    yield f"{'.'.join(path)}={error['input']!r}: {error['msg']}"
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
+def _leaf(key: str) -> str:
+    return key.rsplit(".", 1)[-1]

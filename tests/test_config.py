@@ -1,0 +1,252 @@
+"""Config: merging, refusals with key, value and remedy, save and reload, the files in configs/, docs/config.md."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl.config import Config, known_keys, load_config, save_config, validate
+from asyncrl.errors import ConfigError
+from asyncrl.suggest import SYNONYMS
+
+ROOT = Path(__file__).parents[1]
+QUICKSTART = ROOT / "configs/quickstart.yaml"
+OVERLAYS = sorted((ROOT / "configs").glob("*/*.yaml"))
+
+
+def load(*overrides: str) -> Config:
+    return load_config(QUICKSTART, overrides)
+
+
+# --- the files that ship -------------------------------------------------------------------------
+
+
+def test_quickstart_is_the_recipe():
+    config = load()
+    a, s, lr = config.algorithm, config.staleness, config.learner
+    assert config.model.path == "models/quickstart"
+    assert (config.task.name, config.task.max_terms, config.task.eval_min_terms, config.task.eval_size) == (
+        "chain_sum",
+        5,
+        3,
+        400,
+    )
+    assert (a.groups_per_update, a.group_size, config.responses_per_update) == (32, 8, 256)
+    assert (s.sync_every, s.max_lag, s.updates_per_take, s.stale) == (4, 8, 1, "mask")
+    assert (a.correction.kind, a.correction.cap) == ("tis", 2.0)
+    assert (a.rdc.mode, a.rdc.q, a.rdc.gate, a.rdc.signal, a.rdc.buckets) == ("filter", 0.08, "top_q", "drift", "auto")
+    assert (lr.updates, lr.lr, lr.betas, lr.weight_decay, lr.warmup_updates, lr.max_grad_norm) == (
+        120,
+        3e-4,
+        (0.9, 0.98),
+        0.0,
+        5,
+        1.0,
+    )
+    assert (config.sampling.max_new_tokens, config.sampling.temperature, config.eval.every) == (32, 1.0, 20)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_every_overlay_merges_over_the_quickstart(overlay):
+    assert load_config([QUICKSTART, overlay]) != load() or overlay.stem in ("rdc", "async")
+
+
+def test_every_method_merges_with_every_regime_and_says_all_that_makes_it_up():
+    methods = [p for p in OVERLAYS if p.parent.name == "methods"]
+    regimes = [p for p in OVERLAYS if p.parent.name == "regimes"]
+    assert {p.stem for p in methods} == {"grpo", "r3", "tis", "rdc", "behaviour", "random"}
+    assert {p.stem for p in regimes} == {"on_policy", "batch_over_4", "batch_over_16", "async"}
+    for method in methods:
+        alone = load_config([QUICKSTART, method]).algorithm
+        for regime in regimes:
+            load_config([QUICKSTART, method, regime])
+        for other in methods:  # a method file leaves nothing of an earlier one standing
+            after = load_config([QUICKSTART, other, method]).algorithm
+            for key in ("surrogate", "ratio", "routes", "dual_clip"):
+                assert getattr(after, key) == getattr(alone, key)
+            assert after.correction == alone.correction
+            assert after.rdc.mode == alone.rdc.mode
+
+
+@pytest.mark.parametrize(
+    ("name", "routes", "ratio", "correction", "rdc"),
+    [
+        ("grpo", "native", "proximal", "none", "observe"),
+        ("r3", "r3", "proximal", "none", "observe"),
+        ("tis", "native", "proximal", "tis", "observe"),
+        ("rdc", "native", "proximal", "tis", "filter"),
+        ("random", "native", "proximal", "tis", "random"),
+        ("behaviour", "native", "behaviour", "none", "observe"),
+    ],
+)
+def test_methods(name, routes, ratio, correction, rdc):
+    a = load_config([QUICKSTART, ROOT / f"configs/methods/{name}.yaml"]).algorithm
+    assert (a.routes, a.ratio, a.correction.kind, a.rdc.mode) == (routes, ratio, correction, rdc)
+
+
+@pytest.mark.parametrize(
+    ("name", "sync_every", "updates_per_take", "max_lag", "responses"),
+    [
+        ("on_policy", 1, 1, 0, 256),
+        ("batch_over_4", 4, 4, 3, 64),
+        ("batch_over_16", 16, 16, 15, 16),
+        ("async", 4, 1, 8, 256),
+    ],
+)
+def test_regimes_are_those_of_the_table(name, sync_every, updates_per_take, max_lag, responses):
+    config = load_config([QUICKSTART, ROOT / f"configs/regimes/{name}.yaml"])
+    s = config.staleness
+    assert (s.sync_every, s.updates_per_take, s.max_lag) == (sync_every, updates_per_take, max_lag)
+    assert config.responses_per_update == responses
+    if name != "async":  # the synchronous regimes share one rollout batch
+        assert responses * updates_per_take == 256
+
+
+# --- merging -------------------------------------------------------------------------------------
+
+
+def test_files_and_overrides_merge_from_left_to_right(tmp_path):
+    (tmp_path / "b.yaml").write_text("staleness: {max_lag: 12}\nlearner: {lr: 1e-5}\n")
+    config = load_config([QUICKSTART, tmp_path / "b.yaml"], ["staleness.max_lag=16", "run.name=x"])
+    assert config.staleness.max_lag == 16 and config.run.name == "x"
+    assert config.learner.lr == 1e-5  # YAML 1.1 reads 1e-5 as text
+    assert config.staleness.sync_every == 4
+    assert str(config.run_dir) == "runs/x"
+
+
+def test_the_saved_config_reloads_equal(tmp_path):
+    config = load(
+        "algorithm.rdc.bucket_edges=[8,16]", "algorithm.dual_clip=3", "generator.model=other", "learner.lr=1e-5"
+    )
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert config != load()
+
+
+def test_the_config_is_frozen():
+    with pytest.raises(ValueError, match="frozen"):
+        load().staleness.max_lag = 3
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("rdc.quantle=0.1", ["'rdc.quantle'", "0.1", "'algorithm.rdc.q'"]),
+        ("quantile=0.1", ["'quantile'", "0.1", "'algorithm.rdc.q'"]),
+        ("algorithm.rdc.quantile=0.1", ["'algorithm.rdc.quantile'", "'algorithm.rdc.q'"]),
+        ("rdc.q=0.1", ["'rdc.q'", "'algorithm.rdc.q'"]),
+        ("max_lag=9", ["'max_lag'", "9", "'staleness.max_lag'"]),
+        ("staleness.max_staleness=9", ["'staleness.max_staleness'", "'staleness.max_lag'"]),
+        ("staleness.sync_evry=2", ["'staleness.sync_evry'", "'staleness.sync_every'"]),
+        ("learner.learning_rate=1", ["'learner.learning_rate'", "'learner.lr'"]),
+        ("lerner.lr=1", ["'lerner.lr'", "'learner.lr'"]),
+        ("colour=blue", ["'colour'", "asyncrl config"]),
+        ("staleness.max_lag=two", ["staleness.max_lag='two'", "integer"]),
+        ("staleness.max_lag=true", ["staleness.max_lag=True"]),
+        ("staleness.max_lag=8.5", ["staleness.max_lag=8.5", "integer"]),
+        ("learner.lr=nan", ["learner.lr='nan'", "finite"]),
+        ("staleness=8", ["staleness=8"]),
+        ("algorithm.rdc.q=1", ["algorithm.rdc.q=1", "less than 1"]),
+        ("algorithm.rdc.q=-0.1", ["algorithm.rdc.q=-0.1", "greater than or equal to 0"]),
+        ("staleness.max_lag=-1", ["staleness.max_lag=-1", "greater than or equal to 0"]),
+        ("staleness.sync_every=0", ["staleness.sync_every=0", "greater than or equal to 1"]),
+        ("algorithm.rdc.buckets=few", ["algorithm.rdc.buckets='few'", "auto"]),
+        ("generator.engine=other", ["generator.engine='other'", "torch"]),
+        ("run.name=a/b", ["run.name='a/b'"]),
+        ("learner.betas=[0.9]", ["learner.betas=[0.9]"]),
+        ("model.path=null", ["model.path=None"]),
+        ("staleness.max_lag=2", ["staleness.max_lag=2", "sync_every - 1 = 3", "set staleness.max_lag >= 3"]),
+        ("staleness.sync_every=10", ["staleness.max_lag=8", "sync_every <= 9"]),
+        ("staleness.updates_per_take=10", ["staleness.max_lag=8", "updates_per_take", "set staleness.max_lag >= 9"]),
+        ("sampling.top_p=0.9", ["sampling.top_p=0.9", "set sampling.top_p=1.0"]),
+        ("sampling.top_k=5", ["sampling.top_k=5", "set sampling.top_k=0"]),
+        ("sampling.min_p=0.1", ["sampling.min_p=0.1", "set sampling.min_p=0"]),
+        ("task.max_terms=2", ["task.max_terms=2", "raise task.max_terms"]),
+        ("algorithm.rdc.bucket_edges=[8,4]", ["algorithm.rdc.bucket_edges=[8, 4]", "ascend"]),
+        ("algorithm.ratio=behaviour", ["algorithm.ratio=behaviour", "set algorithm.correction.kind=none"]),
+        ("algorithm.dual_clip=1.1", ["algorithm.dual_clip=1.1", "1.27"]),
+        ("nonsense", ["'nonsense' is not key=value"]),
+        ("=3", ["is not key=value"]),
+        ("run.name=${nowhere}", ["nowhere"]),
+    ],
+)
+def test_refusals_name_the_key_the_value_and_the_remedy(override, words):
+    with pytest.raises(ConfigError) as caught:
+        load(override)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("sync_every", "max_lag"), [(1, 0), (4, 3), (16, 15)])
+def test_the_smallest_lag_that_sync_every_allows(sync_every, max_lag):
+    assert load(f"staleness.sync_every={sync_every}", f"staleness.max_lag={max_lag}").staleness.max_lag == max_lag
+    if max_lag:
+        with pytest.raises(ConfigError, match="never be published"):
+            load(f"staleness.sync_every={sync_every}", f"staleness.max_lag={max_lag - 1}")
+
+
+def test_several_problems_are_all_reported():
+    with pytest.raises(ConfigError) as caught:
+        load("quantile=0.1", "staleness.max_lag=two", "learner.lr=-1")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ConfigError, match=r"'model' is missing"):
+        validate({})
+    with pytest.raises(ConfigError, match=r"'model\.path' is missing; set it in a config file or as model\.path=VALUE"):
+        validate({"model": {}})
+
+
+NO_MAPPINGS = {
+    "a list": b"- a\n- b\n",
+    "words": b"just words",
+    "cut": b"a: [1\n",
+    "bytes": b"\xff\xfe\x00",
+    "a key twice": b"a: 1\na: 2\n",
+}
+
+
+@pytest.mark.parametrize("content", NO_MAPPINGS.values(), ids=NO_MAPPINGS)
+def test_a_file_that_is_no_mapping_is_refused(tmp_path, content):
+    (tmp_path / "c.yaml").write_bytes(content)
+    with pytest.raises(ConfigError):
+        load_config([QUICKSTART, tmp_path / "c.yaml"])
+
+
+def test_a_missing_file_and_no_file_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match=r"configs/quickstart\.yaml"):
+        load_config([])
+
+
+def test_every_synonym_leads_to_a_real_key_and_hides_none():
+    keys = known_keys()
+    assert set(SYNONYMS.values()) <= set(keys)
+    assert not set(SYNONYMS) & {key.rsplit(".", 1)[-1] for key in keys}
+
+
+# --- the printed reference -----------------------------------------------------------------------
+
+
+def test_the_reference_page_is_up_to_date(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "tools/config_reference.py", "--check", "docs/config.md"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_reference_page_names_every_key():
+    page = (ROOT / "docs/config.md").read_text()
+    missing = [key for key in known_keys() if f"`{key}`" not in page]
+    assert not missing
