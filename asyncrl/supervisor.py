@@ -21,6 +21,8 @@ from asyncrl.process import Child, role_environment, start, stop_all
 from asyncrl.progress import Tail, View, print_summary, progress_bar
 
 POLL_S = 0.1
+GRACE_S = 20.0
+"""How long the learner may outlive a replay or a fleet that left in order."""
 
 
 class Supervisor:
@@ -34,6 +36,7 @@ class Supervisor:
         self.generators: dict[str, Child] = {}
         self.restarts = 0
         self.signal = 0
+        self.gone_since: dict[str, float] = {}
 
     def children(self) -> list[Child]:
         """All that were started and not replaced."""
@@ -69,18 +72,34 @@ class Supervisor:
             if status == 0:
                 return True
             raise RunError(f"the learner ended with status {status}:\n{self.learner.tail()}")
-        if self.replay.returncode is not None:
-            raise RunError(f"replay ended with status {self.replay.returncode}:\n{self.replay.tail()}")
-        for name, child in list(self.generators.items()):
-            if child.returncode is None:
-                continue
-            if self.restarts < self.config.run.max_generator_restarts:
+        self._check_replay(self.replay)
+        self._check_generators()
+        return False
+
+    def _check_replay(self, replay: Child) -> None:
+        """Replay leaves with status 0 once the run is over; torchrun may take a little longer."""
+        if replay.returncode is not None and (replay.returncode != 0 or self._for_long("replay")):
+            raise RunError(f"replay ended with status {replay.returncode}:\n{replay.tail()}")
+
+    def _check_generators(self) -> None:
+        """Start again what crashed. One that left with status 0 was told to, and is not replaced."""
+        ended = {n: c for n, c in self.generators.items() if c.returncode is not None}
+        for name, child in ended.items():
+            if child.returncode != 0 and self.restarts < self.config.run.max_generator_restarts:
                 self.restarts += 1
                 print(f"generator {name} ended with status {child.returncode}; started again", file=sys.stderr)
                 self._start_generator(name)
-            elif all(g.returncode is not None for g in self.generators.values()):
-                raise RunError(f"every generator ended; the last one with status {child.returncode}:\n{child.tail()}")
-        return False
+                return
+        if not ended or len(ended) < len(self.generators):
+            return
+        last = max(ended.values(), key=lambda c: abs(c.returncode or 0))
+        if last.returncode != 0 or self._for_long("generators"):
+            raise RunError(f"every generator ended; {last.name} with status {last.returncode}:\n{last.tail()}")
+
+    def _for_long(self, what: str) -> bool:
+        """True when this is asked again GRACE_S after the first time."""
+        first = self.gone_since.setdefault(what, time.monotonic())
+        return time.monotonic() - first > GRACE_S
 
     def stop(self) -> None:
         """End every child and what it started; remove published weights."""

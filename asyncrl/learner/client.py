@@ -84,7 +84,8 @@ class ReplayClient:
             except TransportError as exc:
                 if "did not answer" not in str(exc):
                     raise
-                waiting = str(exc)
+                if waiting == "nothing yet":
+                    waiting = str(exc)
                 continue
             assert isinstance(reply, wire.TakeReply)
             if reply.take_id != take_id:

@@ -30,6 +30,9 @@ from asyncrl.weights.shm import Publisher
 
 log = logging.getLogger(__name__)
 
+MAX_UNFORCED = 10
+"""Updates under R3 without a single forced row before the run ends."""
+
 
 class Learner:
     """State of one rank. The clock is `update`; it advances only on a real optimizer step."""
@@ -50,7 +53,7 @@ class Learner:
         self.epoch = self.client.welcome.epoch
         self.update, self.take_id, self.carry = 0, 0, 0.0
         self.published = -1
-        self.skipped, self.skipped_in_a_row, self.trained_tokens = 0, 0, 0.0
+        self.skipped, self.skipped_in_a_row, self.unforced_in_a_row = 0, 0, 0
         self.sync_s = 0.0
         self.record_time = time.monotonic()
         self.evaluations: set[str] = set()
@@ -102,7 +105,7 @@ class Learner:
             self.update += 1
             self.carry = outcome.selection.carry
             self.skipped_in_a_row = 0
-            self.trained_tokens += float(outcome.table["tokens"].sum())
+            self._check_replay(outcome)
             return
         self.skipped += 1
         self.skipped_in_a_row += 1
@@ -111,6 +114,15 @@ class Learner:
             raise TrainingError(
                 f"{self.skipped_in_a_row} updates in a row were skipped (last: {outcome.step.outcome}) at update "
                 f"{self.update}; look at optim/grad_norm and filter/dropped, lower learner.lr or algorithm.rdc.q"
+            )
+
+    def _check_replay(self, outcome: Outcome) -> None:
+        """R3 that forces nothing is a silent no-op: an error after MAX_UNFORCED updates."""
+        self.unforced_in_a_row = self.unforced_in_a_row + 1 if outcome.forced_fraction == 0 else 0
+        if self.unforced_in_a_row >= MAX_UNFORCED:
+            raise TrainingError(
+                f"algorithm.routes=r3, but no route was forced in {MAX_UNFORCED} updates (r3/forced_fraction = 0): "
+                "the generators send no usable routes; set algorithm.routes=native or repair the engine"
             )
 
     def _commit(self, take_id: int, outcome: Outcome) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.system.conftest import ROOT
 
 from asyncrl.config import load_config
+from asyncrl.metrics.names import is_known
 
 
 
@@ -50,6 +51,7 @@ def test_two_generators_and_two_ranks_train_to_the_end(start_run, char_model):
     assert len(ids) == len(set(ids)) == 24
     assert {c["outcome"] for c in committed} == {"trained"}
     assert {c["generator_id"] for c in committed} == {"g0", "g1"}
+    assert {name for r in run.records() for name in r if not is_known(name)} == {"update", "time"}
     saved = load_config(run.folder / "config.yaml")
     assert saved.learner.ranks == 2
     assert str(saved.model.path) == str(char_model)

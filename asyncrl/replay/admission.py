@@ -1,0 +1,51 @@
+"""Who gets a lease, and how many batches a take has. Pure functions of the queue's state."""
+
+from __future__ import annotations
+
+from asyncrl.replay.clock import Clock
+from asyncrl.replay.ledger import Ledger, State
+from asyncrl.replay.limits import Limits
+from asyncrl.types import Version
+
+
+def refusal(held: Version, limits: Limits, clock: Clock, ledger: Ledger) -> str:
+    """Why a generator that holds `held` gets no lease now, or "".
+
+    The rule (DESIGN section 3): u + a // G - v <= max_lag. If what is ahead of the group is consumed
+    in order, the group will still be young enough.
+    """
+    if clock.newest is None:
+        return "no_version"
+    if clock.unknown(held):
+        return "unknown_version"
+    if clock.lost(held):
+        return "version_too_old"
+    ahead = clock.update + ledger.in_flight // limits.groups_per_update
+    if ahead - held.update > limits.max_lag:
+        return "version_too_old" if held < clock.newest else "ahead_full"
+    # One batch more than the run needs covers for stragglers among the last groups.
+    if limits.total_updates and ahead > limits.total_updates:
+        return "end_of_run"
+    return "" if _has_room(limits, ledger) else "capacity"
+
+
+def num_batches(update: int, limits: Limits, clock: Clock) -> int:
+    """Batches of a take at `update`: M, unless the last of them could use no version that exists by then.
+
+    By then means published, or due at `update`. Such a short take comes when M does not divide N, or
+    when a skipped batch shifted the clock against the publications; waiting for M would never end.
+    """
+    assert clock.newest is not None
+    due = update // limits.sync_every * limits.sync_every
+    reach = max(clock.newest.update, due) + limits.max_lag - update + 1
+    left = limits.total_updates - update if limits.total_updates else limits.updates_per_take
+    return max(1, min(limits.updates_per_take, reach, left))
+
+
+def _has_room(limits: Limits, ledger: Ledger) -> bool:
+    """Bytes queued and reserved for leases fit, or the queue could never fill a take otherwise."""
+    leased, queued = ledger.count(State.LEASED), ledger.count(State.QUEUED)
+    reserve = max(limits.group_bytes, ledger.largest_bytes)
+    if ledger.num_bytes + (leased + 1) * reserve <= limits.capacity_bytes:
+        return True
+    return leased + queued < limits.updates_per_take * limits.groups_per_update

@@ -1,0 +1,95 @@
+"""Every way in which a group leaves: evicted, leased again, given up, committed. Each is counted.
+
+Also remembers who must be told: senders whose group is resolved, generators whose lease is useless.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from asyncrl.replay.clock import Clock
+from asyncrl.replay.digest import GroupDigest
+from asyncrl.replay.ledger import Entry, Ledger, State
+from asyncrl.replay.limits import Limits
+from asyncrl.replay.tally import Tally
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Exits:
+    """The moves out of the ledger, by the rules of `limits`."""
+
+    limits: Limits
+    clock: Clock
+    ledger: Ledger
+    tally: Tally
+    resolved: list[tuple[str, str]] = field(default_factory=list)
+    """(sender, group id) of results that need not be kept any more."""
+    cancelled: list[tuple[str, str]] = field(default_factory=list)
+    """(generator, lease id) of leases that became useless."""
+
+    def evict_old(self, update: int) -> None:
+        """Evict what no update from `update` on may use; cancel leases that can only become that."""
+        m = self.limits
+        for entry in self.ledger.of_state(State.QUEUED):
+            assert entry.digest is not None
+            if any(self.clock.lost(v) for v in entry.digest.versions):
+                self.evict(entry, "lost_version")
+            elif entry.digest.last_update(m.stale, m.max_lag) < update:
+                self.evict(entry, "stale")
+        for entry in self.ledger.of_state(State.LEASED):
+            assert entry.lease is not None
+            lost = self.clock.lost(entry.lease.version)
+            # Under evict one old token is enough, and the first token was sampled under this version.
+            if lost or (m.stale == "evict" and entry.lease.version.update + m.max_lag < update):
+                self.tally.count("lost_version" if lost else "doomed_lease")
+                self.cancel(entry)
+                self.give_back(entry)
+
+    def evict(self, entry: Entry, reason: str) -> None:
+        """A queued group goes untrained; its prompt is leased again or given up, as on_evict says."""
+        d = entry.digest
+        assert d is not None and entry.state is State.QUEUED
+        self.resolved.append((entry.sender, entry.group_id))
+        self.age_out(entry, d, reason)
+
+    def age_out(self, entry: Entry, d: GroupDigest, reason: str) -> None:
+        """The same for a result that never entered the queue."""
+        self.tally.count(reason)
+        self.tally.leave_out(d, self.clock.update)
+        # A late copy of this result must not come back in.
+        entry.min_attempt = d.attempt + 1
+        if self.limits.on_evict == "drop":
+            self.tally.drop(entry.group_id, reason)
+            self.ledger.resolve(entry)
+        else:
+            self.give_back(entry)
+
+    def give_back(self, entry: Entry) -> None:
+        """Lease the prompt again, unless it had all its attempts."""
+        if entry.attempt >= self.limits.max_attempts:
+            log.warning("group %s dropped after %d attempts", entry.group_id, entry.attempt)
+            self.drop(entry, "max_attempts", None)
+        else:
+            self.ledger.move(entry, State.PENDING)
+
+    def drop(self, entry: Entry, reason: str, d: GroupDigest | None) -> None:
+        """Give a prompt up for good."""
+        self.tally.count(reason)
+        self.tally.drop(entry.group_id, reason)
+        if d is not None:
+            self.tally.leave_out(d, self.clock.update)
+        self.ledger.resolve(entry)
+
+    def resolve(self, entry: Entry) -> None:
+        """Close a group and tell whoever keeps its result."""
+        if entry.state in (State.QUEUED, State.TAKEN):
+            self.resolved.append((entry.sender, entry.group_id))
+        self.ledger.resolve(entry)
+
+    def cancel(self, entry: Entry, but: int = 0) -> None:
+        """Tell the generator that samples this group to stop, unless it is attempt `but`."""
+        if entry.lease is not None and entry.lease.attempt != but:
+            self.cancelled.append((entry.lease.generator_id, entry.lease.lease_id))

@@ -1,0 +1,81 @@
+"""The settings of the queue as plain values, taken from a Config or given by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.types import ModelInfo, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the queue allows. G groups per update, M updates per take, N updates per publication.
+
+    total_updates: updates of the whole run, 0 for no end. group_bytes: payload reserved for a leased
+    group until a larger one was seen.
+    """
+
+    groups_per_update: int
+    group_size: int
+    max_lag: int
+    sync_every: int = 1
+    updates_per_take: int = 1
+    stale: Literal["mask", "evict"] = "mask"
+    on_evict: Literal["requeue", "drop"] = "requeue"
+    zero_variance: Literal["keep", "refill"] = "keep"
+    capacity_bytes: int = 2**31
+    lease_timeout_s: float = 120.0
+    max_attempts: int = 5
+    total_updates: int = 0
+    group_bytes: int = 0
+    seed: int = 0
+
+
+def limits_of(config: Config, group_bytes: int = 0) -> Limits:
+    """The queue's settings of a run."""
+    a, s, r = config.algorithm, config.staleness, config.replay
+    return Limits(
+        groups_per_update=a.groups_per_update,
+        group_size=a.group_size,
+        max_lag=s.max_lag,
+        sync_every=s.sync_every,
+        updates_per_take=s.updates_per_take,
+        stale=s.stale,
+        on_evict=s.on_evict,
+        zero_variance=a.zero_variance,
+        capacity_bytes=r.capacity_bytes,
+        lease_timeout_s=r.lease_timeout_s,
+        max_attempts=r.max_attempts,
+        total_updates=config.learner.updates,
+        group_bytes=group_bytes,
+        seed=config.run.seed,
+    )
+
+
+def group_bytes(config: Config, model: ModelInfo, prompts: Sequence[Prompt]) -> int:
+    """Payload of the largest group that can be expected: every response as long as allowed.
+
+    Two version segments per response; the longest of the first 256 prompts stands for all.
+    """
+    prompt = max((len(prompts[i].token_ids) for i in range(min(256, len(prompts)))), default=0)
+    tokens = config.sampling.max_new_tokens
+    response = tokens * (4 + 4 + 1)  # ids, log-probs, loss mask
+    response += 2 * len(model.layers) * model.num_experts * (2 if tokens <= 65535 else 4)
+    if config.full_routes:
+        response += (prompt + tokens) * len(model.layers) * model.top_k * model.route_dtype.itemsize
+    return config.algorithm.group_size * (response + 128) + 4 * prompt + 512
+
+
+def check_capacity(config: Config, one_group: int) -> None:
+    """Raise ConfigError when the capacity cannot hold one take and one group per generator."""
+    groups = config.staleness.updates_per_take * config.algorithm.groups_per_update + max(1, config.generator.count)
+    if config.replay.capacity_bytes < groups * one_group:
+        raise ConfigError(
+            f"replay.capacity_bytes={config.replay.capacity_bytes} cannot hold one take and one group per generator "
+            f"({groups} groups of up to {one_group} bytes); set replay.capacity_bytes >= {groups * one_group}, or "
+            "lower sampling.max_new_tokens or algorithm.groups_per_update"
+        )

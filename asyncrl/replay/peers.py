@@ -1,0 +1,141 @@
+"""Who is connected: the Hello check, and what is known of each generator."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from asyncrl.arrays import Buffer
+from asyncrl.types import ModelInfo, Version
+from asyncrl.wire import SCHEMA, Hello, model_of
+
+BUSY_INTERVALS = 512
+
+_FIELDS = {
+    "layers": "MoE layers",
+    "num_experts": "experts",
+    "top_k": "experts per token",
+    "vocab_size": "vocabulary size",
+    "fingerprint": "fingerprint of config and tokenizer",
+}
+
+
+def objection(hello: Hello, model: ModelInfo | None) -> str:
+    """Why a peer may not take part, with both values and the remedy, or ""."""
+    who = f"{hello.role} {hello.peer_id}"
+    if hello.schema != SCHEMA:
+        return wrong_schema(hello.schema)
+    if hello.role not in ("generator", "learner"):
+        return f"{hello.peer_id}: unknown role {hello.role!r}, expected generator or learner"
+    if not hello.peer_id:
+        return f"a {hello.role} needs a peer id"
+    theirs = model_of(hello)
+    for name, words in _FIELDS.items():
+        a, b = getattr(theirs, name), getattr(model, name, None)
+        if model is not None and a != b and not (name == "fingerprint" and "" in (a, b)):
+            return (
+                f"{who} has {words} {_short(a)}, replay has {_short(b)} from model.path; give model.path and "
+                "generator.model the same architecture and tokenizer in every role's config"
+            )
+    return ""
+
+
+def wrong_schema(schema: int) -> str:
+    """Both schema numbers and the remedy."""
+    return f"wire schema {schema} against schema {SCHEMA} of replay; install the same asyncrl in every role"
+
+
+def foreign_schema(frames: Sequence[Buffer]) -> int | None:
+    """Schema of a Hello that does not decode because its peer speaks another one, else None.
+
+    Every schema's Hello starts with its tag and its number.
+    """
+    try:
+        head = msgspec.msgpack.decode(frames[1], type=list[Any]) if len(frames) > 1 else []
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    schema = head[1] if len(head) > 1 and head[0] == "hello" else None
+    return schema if isinstance(schema, int) and schema != SCHEMA else None
+
+
+def _short(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+@dataclass(slots=True)
+class Peer:
+    """One connected process. name is its peer id, identity its socket's."""
+
+    identity: bytes
+    name: str
+    role: str
+    boot_id: str
+
+
+@dataclass(slots=True)
+class Generator:
+    """State of one generator, kept when it dies. busy: wall-clock intervals of generation."""
+
+    identity: bytes
+    boot_id: str
+    last_seen: float
+    alive: bool = True
+    held: Version | None = None
+    told_at: float = 0.0
+    gauges: dict[str, float] = field(default_factory=dict)
+    busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=BUSY_INTERVALS))
+
+    def state(self) -> dict[str, Any]:
+        """JSON-like form for StatusReply."""
+        held = list(self.held) if self.held is not None else None
+        return {"held": held, "alive": self.alive, "gauges": self.gauges, "busy": [list(i) for i in self.busy]}
+
+
+class Peers:
+    """Peers by socket identity, generators by name."""
+
+    def __init__(self) -> None:
+        self.known: dict[bytes, Peer] = {}
+        self.generators: dict[str, Generator] = {}
+
+    def join(self, identity: bytes, hello: Hello, now: float) -> bool:
+        """Record a peer. True when a generator of this name was known from another boot: it restarted."""
+        self.known = {i: p for i, p in self.known.items() if p.name != hello.peer_id}
+        self.known[identity] = Peer(identity, hello.peer_id, hello.role, hello.boot_id)
+        if hello.role != "generator":
+            return False
+        old = self.generators.get(hello.peer_id)
+        restarted = old is not None and old.boot_id != hello.boot_id
+        if old is None or restarted:
+            self.generators[hello.peer_id] = old = Generator(identity, hello.boot_id, now)
+        old.identity, old.last_seen, old.alive = identity, now, True
+        old.held = Version(*hello.held) if hello.held is not None else old.held
+        return restarted
+
+    def seen(self, identity: bytes, now: float) -> Peer | None:
+        """Note a sign of life; None for a peer that never said Hello."""
+        peer = self.known.get(identity)
+        if peer is not None and peer.role == "generator":
+            generator = self.generators[peer.name]
+            generator.last_seen, generator.alive = now, True
+        return peer
+
+    def silent(self, now: float, timeout_s: float) -> list[str]:
+        """Mark generators that are silent for too long as dead; their names."""
+        dead = [n for n, g in self.generators.items() if g.alive and now - g.last_seen > timeout_s]
+        for name in dead:
+            self.generators[name].alive = False
+        return dead
+
+    def held(self) -> set[Version]:
+        """Versions that living generators hold."""
+        return {g.held for g in self.generators.values() if g.alive and g.held is not None}
+
+    @property
+    def num_alive(self) -> int:
+        """Living generators."""
+        return sum(g.alive for g in self.generators.values())

@@ -1,0 +1,88 @@
+"""Which groups make a take, how it is cut into batches, and each rank's shard. Pure functions of values.
+
+G groups per batch, M batches. Batch m trains update u + m.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A frozen take: batches[m] are the group ids for update + m, bounds[m] its lowest usable update."""
+
+    take_id: int
+    update: int
+    batches: tuple[tuple[str, ...], ...]
+    bounds: tuple[int, ...]
+
+
+class Candidate(NamedTuple):
+    """A queued group and the last update that may use it."""
+
+    group_id: str
+    last_update: int
+
+
+def select(
+    ordered: Sequence[Candidate], update: int, num_batches: int, batch_groups: int
+) -> tuple[list[Candidate], list[str]]:
+    """The first G * M groups, in the given order, that can all be used in time; and those that cannot.
+
+    A group whose last update is update + k must fit into batches 0..k together with the others of
+    that kind chosen before it. One that does not is late for every batch it could still be in.
+    """
+    chosen: list[Candidate] = []
+    late: list[str] = []
+    filled = [0] * num_batches
+    for candidate in ordered:
+        if len(chosen) == batch_groups * num_batches:
+            break
+        last = min(candidate.last_update - update, num_batches - 1)
+        if last < 0 or any(filled[k] == (k + 1) * batch_groups for k in range(last, num_batches - 1)):
+            late.append(candidate.group_id)
+            continue
+        for k in range(last, num_batches):
+            filled[k] += 1
+        chosen.append(candidate)
+    return chosen, late
+
+
+def cut(
+    chosen: Sequence[Candidate], update: int, num_batches: int, batch_groups: int, seed: Sequence[int]
+) -> tuple[tuple[str, ...], ...]:
+    """Shuffle (M > 1) and cut into batches so that no group is later than its last update.
+
+    Filled from the last batch backwards with the first shuffled groups that may be in it: a uniform
+    shuffle when all may be anywhere, and always possible for what `select` chose.
+    """
+    if num_batches == 1:
+        return (tuple(c.group_id for c in chosen),)
+    pool = [chosen[i] for i in np.random.default_rng(list(seed)).permutation(len(chosen))]
+    batches: list[tuple[str, ...]] = []
+    for m in reversed(range(num_batches)):
+        fit = [c for c in pool if c.last_update >= update + m][:batch_groups]
+        assert len(fit) == batch_groups, "select() chose groups that cannot all be used in time"
+        batches.append(tuple(c.group_id for c in fit))
+        used = set(batches[-1])
+        pool = [c for c in pool if c.group_id not in used]
+    return tuple(reversed(batches))
+
+
+def balance(tokens: Sequence[tuple[str, int]], world: int) -> list[list[str]]:
+    """Whole groups to ranks: largest first, each to the rank with the fewest tokens so far.
+
+    Deterministic in the set of (group id, tokens), whatever their order; ranks may stay empty.
+    """
+    shards: list[list[str]] = [[] for _ in range(world)]
+    load = [0] * world
+    for group_id, size in sorted(tokens, key=lambda t: (-t[1], t[0])):
+        rank = min(range(world), key=lambda r: (load[r], len(shards[r]), r))
+        shards[rank].append(group_id)
+        load[rank] += size
+    return shards

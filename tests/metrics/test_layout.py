@@ -1,0 +1,71 @@
+"""The dashboard: written to the events file as TensorBoard reads it, naming only what a record can contain."""
+
+import re
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+
+from asyncrl.metrics.layout import dashboard
+from asyncrl.metrics.names import NAMES, VARIABLES, is_known, pattern
+from asyncrl.metrics.sink import Sink
+
+PAGES = ["Policy", "Router drift", "Staleness", "Mismatch", "Gradient norm", "Throughput", "Fleet"]
+
+
+def example(name: str) -> str:
+    """A concrete metric name for a name of the table."""
+    for variable in VARIABLES:
+        name = name.replace(variable, {"<id>": "host-a.g0", "<reason>": "stale"}.get(variable, "12"))
+    return name
+
+
+def read_layout(run_dir) -> layout_pb2.Layout:
+    accumulator = EventAccumulator(str(run_dir / "tb"))
+    accumulator.Reload()
+    (event,) = accumulator.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout()
+    layout.ParseFromString(event.tensor_proto.string_val[0])
+    metadata = accumulator.SummaryMetadata("custom_scalars__config__")
+    assert metadata.plugin_data.plugin_name == "custom_scalars"
+    return layout
+
+
+def test_the_layout_in_the_events_file_names_only_metrics_a_record_can_contain(tmp_path):
+    with Sink(tmp_path) as sink:
+        sink.write(0, {"policy/reward": 1.0})
+    layout = read_layout(tmp_path)
+    assert [category.title for category in layout.category] == PAGES
+    names = [example(name) for name in NAMES]
+    for category in layout.category:
+        assert category.chart
+        for chart in category.chart:
+            assert chart.multiline.tag
+            for tag in chart.multiline.tag:
+                # TensorBoard uses re.match, so an open end would catch longer names too
+                hits = [name for name in names if re.match(tag, name)]
+                assert len(hits) == 1, (chart.title, tag, hits)
+
+
+def test_special_characters_of_a_name_are_taken_literally():
+    assert re.match(pattern("mismatch/f_1.2"), "mismatch/f_1.2")
+    assert not re.match(pattern("mismatch/f_1.2"), "mismatch/f_1x2")
+    assert not re.match(pattern("mismatch/f_1.2"), "mismatch/f_1.25")
+    assert not re.match(pattern("drift/mean"), "drift/mean_squared")
+
+
+def test_open_parts_match_what_varies_and_nothing_else():
+    assert re.match(pattern("drift/layer_<l>"), "drift/layer_47")
+    assert not re.match(pattern("drift/layer_<l>"), "drift/layer_x")
+    assert re.match(pattern("generator/<id>/drift"), "generator/host-a.g0/drift")
+    assert not re.match(pattern("generator/<id>/drift"), "generator/a/b/drift")
+    assert is_known("replay/dropped/zero_variance") and not is_known("replay/dropped/")
+
+
+def test_every_page_is_made_of_known_names():
+    assert list(dashboard()) == PAGES
+
+
+def test_no_metric_name_is_matched_by_two_table_rows():
+    for name in NAMES:
+        hits = [row for row in NAMES if re.match(pattern(row), example(name))]
+        assert hits == [name]

@@ -1,0 +1,210 @@
+"""Evaluations: when they open, who serves them, what they report, how they end."""
+
+import pytest
+
+from asyncrl.replay.evals import Evaluations
+from asyncrl.replay.tally import Tally
+from asyncrl.types import Version
+from asyncrl.wire import EvalAnswer, EvalResult, LeaseMsg
+from tests.replay.support import make_prompts
+
+
+def make(every=20, prompts=3, **changes):
+    return Evaluations(make_prompts(prompts, "e"), Tally(), every=every, **changes)
+
+
+def v(update, epoch=0):
+    return Version(epoch, update)
+
+
+def answers(leases: list[LeaseMsg], version: Version, reward=1.0, length=4, finish="stop") -> list[EvalResult]:
+    return [
+        EvalResult(
+            x.eval_id, tuple(version), [EvalAnswer(x.prompt.prompt_id, x.sample, x.greedy, reward, length, finish)]
+        )
+        for x in leases
+    ]
+
+
+def serve(evals: Evaluations, version: Version, now=0.0, **reply) -> None:
+    for result in answers(evals.lease("g0", version, 1000, now), version, **reply):
+        evals.put(result)
+
+
+def test_opens_at_the_first_version_and_then_at_or_after_every_due_update():
+    evals = make(every=20)
+    opened = []
+    for update in range(0, 64, 6):
+        evals.publish(v(update))
+        serve(evals, v(update))
+        opened = [e["version"] for e in evals.finished]
+    assert opened == [0, 24, 42, 60]
+    assert [e["eval_id"] for e in evals.finished] == ["0.0", "0.24", "0.42", "0.60"]
+
+
+def test_off_and_without_prompts():
+    for evals in (make(every=0), make(prompts=0)):
+        evals.publish(v(0))
+        evals.finish(v(0), 0.0)
+        assert evals.num_open == 0
+
+
+def test_the_last_version_is_evaluated_once():
+    evals = make(every=20)
+    evals.publish(v(0))
+    serve(evals, v(0))
+    evals.publish(v(16))
+    evals.finish(v(16), 0.0)
+    evals.finish(v(16), 1.0)
+    assert evals.num_open == 1
+    serve(evals, v(16))
+    assert [e["version"] for e in evals.finished] == [0, 16] and evals.num_open == 0
+    evals = make(every=20)
+    evals.publish(v(0))
+    evals.publish(v(20))
+    evals.finish(v(20), 0.0)
+    assert evals.num_open == 1
+
+
+def test_leases_only_to_exact_holders_in_chunks_and_shared():
+    evals = make(samples=2, greedy=True)
+    evals.publish(v(4))
+    assert evals.lease("g0", v(3), 9, 0.0) == [] and evals.lease("g0", v(5), 9, 0.0) == []
+    first, second = evals.lease("g0", v(4), 4, 0.0), evals.lease("g1", v(4), 50, 0.0)
+    assert (len(first), len(second)) == (4, 5) and evals.lease("g0", v(4), 9, 0.0) == []
+    keys = [(x.prompt.prompt_id, x.sample, x.greedy) for x in first + second]
+    assert sorted(keys) == sorted(
+        [(f"e{i}", s, False) for i in range(3) for s in range(2)] + [(f"e{i}", 0, True) for i in range(3)]
+    )
+    assert len({x.lease_id for x in first + second}) == 9
+
+
+def test_result_by_hand():
+    evals = make(prompts=2, samples=1, greedy=True)
+    evals.publish(v(0))
+    rewards = {("e0", False): (1.0, 4, "stop"), ("e1", False): (0.0, 8, "length")}
+    rewards |= {("e0", True): (1.0, 2, "stop"), ("e1", True): (1.0, 2, "stop")}
+    for x in evals.lease("g0", v(0), 10, 0.0):
+        reward, length, finish = rewards[x.prompt.prompt_id, x.greedy]
+        for result in answers([x], v(0), reward, length, finish):
+            evals.put(result)
+    assert evals.finished == [
+        {
+            "eval_id": "0.0", "label": "0.0", "requested": "0.0", "status": "complete", "version": 0, "count": 4,
+            "response_length": 6.0, "truncated_fraction": 0.5, "sampled_accuracy": 0.5, "greedy_accuracy": 1.0,
+        }
+    ]  # fmt: skip
+
+
+def test_an_answer_counts_once():
+    evals = make(prompts=2, greedy=False)
+    evals.publish(v(0))
+    a, b = evals.lease("g0", v(0), 10, 0.0)
+    for reward in (1.0, 0.0):
+        evals.put(answers([a], v(0), reward)[0])
+    evals.put(answers([b], v(0), float("nan"))[0])
+    assert evals.num_open == 1
+    evals.put(answers([b], v(0), 1.0)[0])
+    assert evals.finished[0]["sampled_accuracy"] == 1.0
+    evals.put(answers([b], v(0), 1.0)[0])
+    assert evals._tally.counters == {"eval_duplicate": 2, "eval_late": 1}
+
+
+def test_dead_generator_failed_and_expired_leases_are_given_out_again():
+    evals = make(prompts=3, greedy=False, lease_timeout_s=10.0)
+    evals.publish(v(0))
+    a, b, c = evals.lease("g0", v(0), 3, 0.0)
+    assert not evals.fail("g1", a.lease_id, "x") and evals.fail("g0", a.lease_id, "EngineError: no")
+    assert evals.lease("g1", v(0), 9, 5.0)[0].prompt.prompt_id == a.prompt.prompt_id
+    evals.tick(v(0), {v(0)}, 10.0)
+    again = evals.lease("g2", v(0), 9, 10.0)
+    assert [x.prompt.prompt_id for x in again] == [b.prompt.prompt_id, c.prompt.prompt_id]
+    evals.generator_lost("g2")
+    assert [x.attempt for x in evals.lease("g1", v(0), 9, 11.0)] == [3, 3]
+
+
+def test_a_response_is_asked_for_a_bounded_number_of_times():
+    evals = make(prompts=1, greedy=False, max_attempts=2)
+    evals.publish(v(0))
+    for _ in range(2):
+        (lease,) = evals.lease("g0", v(0), 9, 0.0)
+        evals.fail("g0", lease.lease_id, "x")
+    assert evals.num_open == 0 and evals.finished == [] and evals._tally.counters["eval_empty"] == 1
+
+
+def test_when_nobody_holds_the_version_any_more_the_newest_is_used_and_said():
+    evals = make(prompts=2, greedy=False)
+    evals.publish(v(4))
+    (a,) = evals.lease("g0", v(4), 1, 0.0)
+    evals.put(answers([a], v(4), 0.0)[0])
+    evals.publish(v(8))
+    evals.tick(v(8), {v(4), v(0)}, 1.0)
+    (b,) = evals.lease("g0", v(4), 9, 1.0)
+    # g0 dies, g1 holds the newest: everything is asked again, so that one version answers for all.
+    evals.generator_lost("g0")
+    evals.tick(v(8), {v(8)}, 2.0)
+    serve(evals, v(8), reward=1.0)
+    (result,) = evals.finished
+    assert (result["version"], result["label"], result["requested"], result["count"]) == (8, "0.8", "0.4", 2)
+    assert result["sampled_accuracy"] == 1.0
+    evals.put(answers([b], v(4))[0])
+    assert evals._tally.counters["eval_moved"] == 1 and evals._tally.counters["eval_late"] == 1
+
+
+def test_answers_of_another_version_are_asked_again():
+    evals = make(prompts=2, greedy=False)
+    evals.publish(v(4))
+    a, b = evals.lease("g0", v(4), 2, 0.0)
+    evals.put(answers([a], v(4))[0])
+    evals.put(answers([b], v(8))[0])
+    assert evals._tally.counters["eval_other_version"] == 1
+    (again,) = evals.lease("g0", v(4), 9, 0.0)
+    assert again.prompt.prompt_id == b.prompt.prompt_id
+    # The very first answer may move the evaluation: nothing is lost by it.
+    evals = make(prompts=2, greedy=False)
+    evals.publish(v(4))
+    a, b = evals.lease("g0", v(4), 2, 0.0)
+    evals.put(answers([a], v(8))[0])
+    serve(evals, v(8))
+    assert evals.finished[0]["label"] == "0.8" and evals.finished[0]["count"] == 2
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_time_runs_from_the_first_lease_and_ends_it(answered):
+    evals = make(prompts=2, greedy=False, timeout_s=30.0)
+    evals.publish(v(0))
+    evals.tick(v(0), set(), 1000.0)
+    leases = evals.lease("g0", v(0), 2, 1000.0)
+    for result in answers(leases[:answered], v(0)):
+        evals.put(result)
+    evals.tick(v(0), {v(0)}, 1029.9)
+    assert evals.num_open == 1
+    evals.tick(v(0), {v(0)}, 1030.0)
+    assert evals.num_open == 0 and [e["count"] for e in evals.finished] == [1] * answered
+    assert [e["status"] for e in evals.finished] == ["cut short"] * answered
+    # The generator is told to stop, so that it may load again.
+    assert evals.drain_cancelled() == [("g0", x.lease_id) for x in leases[answered:]]
+
+
+def test_after_the_last_update_an_evaluation_that_nobody_serves_ends_too():
+    evals = make(timeout_s=30.0)
+    evals.publish(v(0))
+    evals.finish(v(0), 100.0)
+    evals.tick(v(0), set(), 129.0)
+    assert evals.num_open == 1
+    evals.tick(v(0), set(), 130.0)
+    assert evals.num_open == 0 and evals._tally.counters["eval_empty"] == 1
+
+
+def test_an_evaluation_that_nobody_began_is_superseded():
+    evals = make(every=4)
+    evals.publish(v(0))
+    evals.publish(v(4))
+    assert evals.num_open == 1 and evals._tally.counters["eval_superseded"] == 1
+    evals.lease("g0", v(4), 1, 0.0)
+    evals.publish(v(8))
+    # Both are open; when nobody holds 4 any more, the older one ends instead of measuring 8 a second time.
+    assert evals.num_open == 2
+    evals.tick(v(8), {v(8)}, 0.0)
+    serve(evals, v(8))
+    assert [e["version"] for e in evals.finished] == [8] and evals.num_open == 0

@@ -1,0 +1,541 @@
+"""The replay server over real sockets, with a clock that the test turns: every message, every refusal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from asyncrl import wire
+from asyncrl.replay import desk, service
+from asyncrl.replay.evals import Evaluations
+from asyncrl.replay.journal import Journal
+from asyncrl.replay.ledger import State
+from asyncrl.replay.limits import Limits
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.service import ReplayServer
+from asyncrl.transport.sockets import Client, Server
+from asyncrl.types import Group, Version
+from tests.replay.support import MODEL, make_prompts, response
+
+
+class Peer:
+    """One client; `ask` lets the server work and returns the answer."""
+
+    def __init__(self, net: Net, name: str, role: str) -> None:
+        self.net, self.name, self.role = net, name, role
+        self.client = Client(net.server.socket.address, name.encode())
+
+    def send(self, message: wire.Message | list) -> None:
+        self.client.send(message if isinstance(message, list) else wire.encode(message))
+
+    def recv(self) -> tuple[wire.Message, list]:
+        for _ in range(300):
+            self.net.server.step(0.01)
+            frames = self.client.recv(0)
+            if frames is not None:
+                return wire.decode(frames), frames[2:]
+        raise AssertionError(f"{self.name} got no answer")
+
+    def ask(self, message: wire.Message | list) -> wire.Message:
+        self.send(message)
+        return self.recv()[0]
+
+    def quiet(self) -> bool:
+        for _ in range(5):
+            self.net.server.step(0.01)
+        return self.client.recv(0.01) is None
+
+    def hello(self, boot: str = "b0", held: tuple[int, int] | None = None, **changes: object) -> wire.Message:
+        fields: dict = {
+            "schema": wire.SCHEMA, "role": self.role, "peer_id": self.name, "boot_id": boot, "layers": [0, 1],
+            "num_experts": 8, "top_k": 2, "vocab_size": 32, "fingerprint": "f00d", "held": held,
+        }  # fmt: skip
+        return self.ask(wire.Hello(**(fields | changes)))
+
+    def lease(self, want: int, update: int = 0, rows: int = 0) -> wire.Leases:
+        reply = self.ask(wire.LeaseRequest((0, update), want, rows))
+        assert isinstance(reply, wire.Leases)
+        return reply
+
+    def group(self, lease: wire.LeaseMsg, update: int = 0, tokens: int = 4) -> list:
+        responses = tuple(response(f"{lease.lease_id}.{i}", [(update, tokens)], float(i)) for i in range(2))
+        prompt = wire.prompt_from_msg(lease.prompt)
+        return wire.encode_group(Group(lease.group_id, prompt, self.name, lease.attempt, 1.0, responses))
+
+
+class Net:
+    """A server and its peers on a clock that only the test moves."""
+
+    def __init__(self, run_dir: Path, every: int = 0, **limits: object) -> None:
+        self.now = 1000.0
+        values = {"groups_per_update": 4, "group_size": 2, "max_lag": 2, "lease_timeout_s": 60.0} | limits
+        self.queue = ReplayQueue(make_prompts(100), Limits(**values), MODEL)  # type: ignore[arg-type]
+        self.evals = Evaluations(make_prompts(3, "e"), self.queue.tally, every=every, timeout_s=30.0)
+        self.journal = Journal(run_dir)
+        self.server = ReplayServer(
+            self.queue, self.evals, Server("127.0.0.1"), heartbeat_timeout_s=15.0, journal=self.journal,
+            now=lambda: self.now,
+        )  # fmt: skip
+        self.peers: list[Peer] = []
+
+    def peer(self, name: str, role: str = "generator", hello: bool = True) -> Peer:
+        peer = Peer(self, name, role)
+        self.peers.append(peer)
+        if hello:
+            assert isinstance(peer.hello(), wire.Welcome)
+        return peer
+
+    def learner(self, rank: int = 0) -> Peer:
+        return self.peer(f"learner-{rank}", "learner")
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return self.queue.tally.counters
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.client.close()
+        self.server.socket.close()
+        self.journal.close()
+
+
+@pytest.fixture
+def make_net(tmp_path):
+    nets = []
+
+    def make(**changes):
+        nets.append(Net(tmp_path, **changes))
+        return nets[-1]
+
+    yield make
+    for net in nets:
+        net.close()
+
+
+@pytest.fixture
+def net(make_net):
+    return make_net()
+
+
+def publish(learner: Peer, update: int, epoch: int = 0) -> None:
+    assert learner.ask(wire.Published(epoch, update, f"/w/{epoch}.{update}")) == wire.Ack([], [])
+
+
+# --- a whole update -----------------------------------------------------------------------------
+
+
+def test_one_update_from_hello_to_commit(net, tmp_path):
+    learner, generator = net.learner(), net.peer("g0", hello=False)
+    # The learner may ask before anything is queued, and before a generator exists.
+    learner.send(wire.Take(0, 0, 0, 1))
+    assert learner.quiet()
+    assert generator.hello() == wire.Welcome(0, 0, None)
+    assert generator.lease(9) == wire.Leases([], "no_version")
+    publish(learner, 0)
+    assert generator.recv()[0] == wire.NewVersion(0, 0, "/w/0.0")
+    leases = generator.lease(4).leases
+    assert [x.attempt for x in leases] == [1] * 4 and leases[0].deadline_s == 60.0
+    sent = {x.group_id: generator.group(x) for x in leases}
+    for frames in sent.values():
+        (group_id,) = [i for i, f in sent.items() if f is frames]
+        assert generator.ask(frames) == wire.Ack([group_id], [])
+    reply, buffers = learner.recv()
+    assert isinstance(reply, wire.TakeReply)
+    assert (reply.take_id, reply.ready, reply.batch, reply.bounds) == (0, True, [0] * 4, [-2])
+    # The groups come back in the frames that the generator sent, without the kind frame.
+    at, got = 0, {}
+    for count in reply.frames:
+        group = wire.decode_group([b"group", *buffers[at : at + count]])
+        got[group.group_id] = [bytes(b) for b in buffers[at : at + count]]
+        at += count
+    assert got == {i: [bytes(b) for b in f[1:]] for i, f in sent.items()}
+    ids = list(got)
+    assert learner.ask(wire.Commit(0, 1, "trained", ids)) == wire.Ack([], ids)
+    assert generator.recv()[0] == wire.Ack([], ids) and generator.quiet()
+    lines = [json.loads(x) for x in (tmp_path / "committed.jsonl").read_text().splitlines()]
+    assert lines == [{"update": 0, "epoch": 0, "group_id": i, "generator_id": "g0", "outcome": "trained"} for i in ids]
+    # A repeated commit changes nothing.
+    assert learner.ask(wire.Commit(0, 1, "trained", ids)) == wire.Ack([], ids)
+    assert net.queue.clock.update == 1 and len((tmp_path / "committed.jsonl").read_text().splitlines()) == 4
+    state = learner.ask(wire.Status()).state
+    assert (state["update"], state["queue_depth"], state["leased"], state["bytes"]) == (1, 0, 0, 0)
+    assert state["trained"] == {"count": 8, "length": 32, "reward": 4.0, "lag": 0} and not state["finished"]
+    json.dumps(state)
+
+
+def test_ranks_get_disjoint_shards_and_repeats_are_the_same(make_net):
+    net = make_net(groups_per_update=5)
+    ranks = [net.learner(r) for r in range(3)]
+    publish(ranks[0], 0)
+    generator = net.peer("g0")
+    for lease in generator.lease(5).leases:
+        generator.send(generator.group(lease))
+    got = []
+    for attempt in range(2):
+        for rank, peer in enumerate(ranks):
+            reply = peer.ask(wire.Take(3, 0, rank, 3))
+            assert isinstance(reply, wire.TakeReply) and reply.ready, attempt
+            got.append((reply.batch, reply.frames))
+    assert got[:3] == got[3:] and sorted(len(b) for b, _ in got[:3]) == [1, 2, 2]
+    # A world larger than the take has empty shards, and asking twice before the answer gives one answer.
+    last = ranks[2]
+    last.send(wire.Take(3, 0, 7, 8))
+    last.send(wire.Take(3, 0, 7, 8))
+    reply, buffers = last.recv()
+    assert (reply.batch, reply.frames, buffers) == ([], [], []) and reply.ready
+
+
+def test_a_waiting_rank_hears_what_is_missing(net):
+    learner = net.learner()
+    publish(learner, 0)
+    learner.send(wire.Take(0, 0, 0, 1))
+    assert learner.quiet()
+    net.now += desk.NOTE_S
+    reply, _ = learner.recv()
+    assert (reply.ready, reply.take_id) == (False, 0)
+    assert reply.waiting == "0 of 4 groups for update 0, 0 leased; newest version 0.0, 0 generators alive"
+    assert learner.quiet()
+    # The take is still parked.
+    generator = net.peer("g0")
+    for lease in generator.lease(4).leases:
+        generator.send(generator.group(lease))
+    assert learner.recv()[0].ready
+
+
+def test_a_take_that_makes_no_sense_is_refused(net):
+    learner = net.learner()
+    publish(learner, 0)
+    generator = net.peer("g0")
+    assert isinstance(learner.ask(wire.Take(0, 0, 2, 2)), wire.Refused)
+    for lease in generator.lease(4).leases:
+        generator.send(generator.group(lease))
+    assert learner.ask(wire.Take(0, 0, 0, 1)).ready
+    refused = learner.ask(wire.Take(0, 5, 0, 1))
+    assert refused == wire.Refused("take 0 was made for update 0, not 5")
+    assert isinstance(learner.ask(wire.Commit(0, 1, "perhaps", [])), wire.Refused)
+    assert isinstance(learner.ask(wire.Published(0, -1, "")), wire.Refused)
+
+
+# --- who may take part --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schema": 7}, ["schema 7", f"schema {wire.SCHEMA}"]),
+        ({"layers": [1, 2]}, ["[1, 2]", "[0, 1]", "model.path"]),
+        ({"num_experts": 16}, ["16", "8", "experts"]),
+        ({"top_k": 4}, ["4", "2", "generator.model"]),
+        ({"vocab_size": 33}, ["33", "32"]),
+        ({"fingerprint": "beef"}, ["beef", "f00d"]),
+        ({"role": "tourist"}, ["tourist"]),
+        ({"peer_id": ""}, ["peer id"]),
+    ],
+)
+def test_hello_is_refused_naming_both_sides(net, changes, words):
+    peer = net.peer("g0", hello=False)
+    reply = peer.hello(**changes)
+    assert isinstance(reply, wire.Refused) and all(w in reply.reason for w in words), reply
+    assert net.counters["refused_peer"] == 1 and net.server.peers.generators == {}
+
+
+def test_hello_of_another_schema_is_answered_although_it_does_not_decode(net):
+    peer = net.peer("g0", hello=False)
+    reply = peer.ask([b"msg", msgspec.msgpack.encode(["hello", 99, {"all": "different"}])])
+    assert isinstance(reply, wire.Refused) and "schema 99" in reply.reason
+
+
+def test_a_peer_without_fingerprint_is_welcome(net):
+    assert isinstance(net.peer("g0", hello=False).hello(fingerprint=""), wire.Welcome)
+
+
+def test_strangers_and_wrong_roles_are_refused(net):
+    stranger = net.peer("x", hello=False)
+    assert "Hello" in stranger.ask(wire.LeaseRequest((0, 0), 1)).reason
+    assert "Hello" in stranger.ask([b"group", b"\x90"]).reason
+    generator, learner = net.peer("g0"), net.learner()
+    assert "may not send Commit" in generator.ask(wire.Commit(0, 9, "trained", [])).reason
+    assert "may not send LeaseRequest" in learner.ask(wire.LeaseRequest((0, 0), 1)).reason
+    assert "generators" in learner.ask([b"group", b"\x90"]).reason
+    assert net.queue.clock.update == 0 and net.counters["no_hello"] == 3 and net.counters["bad_request"] == 2
+    # Anyone may ask for the state.
+    assert isinstance(stranger.ask(wire.Status()), wire.StatusReply)
+
+
+# --- generators come and go ---------------------------------------------------------------------
+
+
+def test_a_silent_generator_is_dead_until_it_speaks(net):
+    learner, a, b = net.learner(), net.peer("g0"), net.peer("g1")
+    publish(learner, 0)
+    first = a.recv()[0], a.lease(2).leases
+    b.recv()
+    net.now += 14.0
+    b.send(wire.Heartbeat((0, 0), {"tokens": 5.0}, [(1.0, 2.0)]))
+    assert b.quiet() and net.server.peers.num_alive == 2
+    net.now += 2.0
+    assert b.quiet() and net.server.peers.num_alive == 1
+    assert net.counters["dead_generator"] == 2 and net.queue.ledger.count(State.PENDING) == 2
+    again = b.lease(2).leases
+    assert [(x.group_id, x.attempt) for x in again] == [(x.group_id, 2) for x in first[1]]
+    # It was only slow: its result still counts, and the second generator may stop.
+    ack = a.ask(a.group(first[1][0]))
+    assert ack == wire.Ack([again[0].group_id], [])
+    assert b.recv()[0] == wire.Cancel([again[0].lease_id])
+    state = learner.ask(wire.Status()).state["generators"]
+    assert state["g0"]["alive"] and state["g1"] == {
+        "held": [0, 0], "alive": True, "gauges": {"tokens": 5.0}, "busy": [[1.0, 2.0]],
+    }  # fmt: skip
+
+
+def test_a_restarted_generator_gives_its_leases_up_at_once(net):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    generator.lease(3)
+    # The same boot says Hello again after a silence: nothing is lost.
+    assert generator.hello("b0") == wire.Welcome(0, 0, (0, 0, "/w/0.0"))
+    assert net.queue.ledger.count(State.LEASED) == 3
+    generator.hello("b1")
+    assert net.queue.ledger.count(State.PENDING) == 3 and net.counters["restarted_generator"] == 3
+
+
+def test_expired_and_failed_leases(net):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    a, _ = generator.lease(2).leases
+    generator.send(wire.Failed(a.lease_id, a.group_id, "RouteError: 5 rows"))
+    generator.send(wire.Failed(a.lease_id, a.group_id, "again"))
+    assert generator.quiet() and net.counters["failed_routeerror"] == 1 and net.counters["late_failure"] == 1
+    net.now += 14.0
+    for _ in range(5):
+        generator.send(wire.Heartbeat((0, 0), {}))
+        assert generator.quiet()
+        net.now += 10.0
+    generator.send(wire.Heartbeat((0, 0), {}))
+    assert generator.quiet()
+    assert net.counters["lease_expired"] == 1 and net.server.peers.num_alive == 1
+
+
+def test_leases_that_cannot_be_delivered_are_taken_back(net):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    generator.send(wire.LeaseRequest((0, 0), 3))
+    for _ in range(100):
+        if net.server.socket._socket.poll(10):
+            break
+    generator.client.close()
+    net.peers.remove(generator)
+    time.sleep(0.2)
+    for _ in range(5):
+        net.server.step(0.01)
+    assert net.queue.ledger.count(State.LEASED) == 0 and net.queue.ledger.count(State.PENDING) == 3
+
+
+def test_a_late_joiner_gets_the_newest_version_and_a_deaf_one_is_told_again(net):
+    # B44 (b): no announcement is needed to have the version.
+    learner = net.learner()
+    publish(learner, 0)
+    publish(learner, 4)
+    generator = net.peer("g0", hello=False)
+    assert generator.hello() == wire.Welcome(0, 4, (0, 4, "/w/0.4"))
+    generator.send(wire.Heartbeat((0, 0), {}))
+    assert generator.recv()[0] == wire.NewVersion(0, 4, "/w/0.4")
+    generator.send(wire.Heartbeat((0, 0), {}))
+    assert generator.quiet()
+    net.now += service.TELL_S
+    assert isinstance(generator.ask(wire.LeaseRequest((0, 0), 1)), wire.Leases)
+    assert generator.recv()[0] == wire.NewVersion(0, 4, "/w/0.4")
+    # A version that is not newer changes nothing and is acknowledged.
+    publish(learner, 4)
+    publish(learner, 2)
+    assert generator.quiet() and net.queue.clock.newest == Version(0, 4)
+
+
+def test_resolved_groups_are_told_when_the_sender_is_back(net):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    leases = generator.lease(4).leases
+    for lease in leases:
+        generator.ask(generator.group(lease))
+    learner.ask(wire.Take(0, 0, 0, 1))
+    generator.client.close()
+    net.peers.remove(generator)
+    time.sleep(0.2)
+    ids = [x.group_id for x in leases]
+    learner.ask(wire.Commit(0, 1, "trained", ids))
+    back = net.peer("g0", hello=False)
+    back.hello("b0")
+    assert back.recv()[0] == wire.Ack([], ids) and back.quiet()
+
+
+# --- evaluations and the end --------------------------------------------------------------------
+
+
+def test_evaluation_leases_come_first_and_fill_rows(make_net):
+    net = make_net(every=20)
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    # 3 sampled and 3 greedy responses take 6 of 10 rows; 4 rows are 2 groups of 2.
+    leases = generator.lease(5, rows=10).leases
+    assert [bool(x.eval_id) for x in leases] == [True] * 6 + [False] * 2
+    assert [x.greedy for x in leases[:6]] == [False] * 3 + [True] * 3 and {x.eval_id for x in leases[:6]} == {"0.0"}
+    for x in leases[:6]:
+        answer = wire.EvalAnswer(x.prompt.prompt_id, x.sample, x.greedy, float(x.greedy), 3, "stop")
+        generator.send(wire.EvalResult(x.eval_id, (0, 0), [answer]))
+    assert generator.quiet()
+    (result,) = learner.ask(wire.Status()).state["evaluations"]
+    assert (result["version"], result["count"]) == (0, 6)
+    assert (result["sampled_accuracy"], result["greedy_accuracy"]) == (0.0, 1.0)
+    assert "never published" in generator.ask(wire.EvalResult("0.0", (0, 3), [])).reason
+
+
+def test_without_rows_an_evaluation_lease_counts_as_one_of_want(make_net):
+    net = make_net(every=20)
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    assert [bool(x.eval_id) for x in generator.lease(8).leases] == [True] * 6 + [False] * 2
+
+
+def test_done_evaluates_the_last_version_then_stops_everyone(make_net):
+    net = make_net(every=20)
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    first = generator.lease(8).leases
+    publish(learner, 4)
+    generator.recv()
+    learner.ask(wire.Done(4))
+    assert learner.ask(wire.Done(4)) == wire.Ack([], [])
+    # Training leases are void, evaluations go on.
+    assert generator.recv()[0] == wire.Cancel([x.lease_id for x in first if not x.eval_id])
+    for lease in [x for x in first if x.eval_id]:
+        answer = wire.EvalAnswer(lease.prompt.prompt_id, lease.sample, lease.greedy, 0.0, 3, "stop")
+        generator.send(wire.EvalResult(lease.eval_id, (0, 0), [answer]))
+    assert generator.quiet() and not learner.ask(wire.Status()).state["finished"]
+    last = generator.lease(50, update=4)
+    assert [x.eval_id for x in last.leases] == ["0.4"] * 6 and last.idle == "done"
+    for lease in last.leases:
+        answer = wire.EvalAnswer(lease.prompt.prompt_id, lease.sample, lease.greedy, 1.0, 3, "stop")
+        generator.send(wire.EvalResult(lease.eval_id, (0, 4), [answer]))
+    assert generator.quiet()
+    # Not before the learner has the result.
+    net.now += 1.0
+    assert generator.quiet()
+    state = learner.ask(wire.Status()).state
+    assert state["finished"] and [e["sampled_accuracy"] for e in state["evaluations"]] == [0.0, 1.0]
+    net.now += 1.0
+    assert generator.recv()[0] == wire.Stop("the run is over") and not net.server.over
+    assert generator.ask(wire.LeaseRequest((0, 4), 1)) == wire.Stop("the run is over")
+    net.now += service.LEAVE_S
+    assert net.server.over
+
+
+def test_the_end_comes_even_if_nobody_serves_or_fetches(make_net):
+    net = make_net(every=20)
+    learner = net.learner()
+    publish(learner, 0)
+    learner.ask(wire.Done(0))
+    net.now += 30.0
+    assert learner.quiet() and net.server.finished
+    for seconds in (service.FETCH_S + 1, service.LEAVE_S):
+        net.now += seconds
+        assert learner.quiet()
+    assert net.server.over
+
+
+# --- malformed input ----------------------------------------------------------------------------
+
+
+def test_malformed_input_is_counted_and_serving_goes_on(net, tmp_path):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    (lease,) = generator.lease(1).leases
+    good = generator.group(lease)
+    target = tmp_path / "owned"
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (target,)
+
+    header = msgspec.msgpack.decode(bytes(good[1]))
+    huge = json.loads(json.dumps(header))
+    huge[7][0][4][0] = ["int32", [2**40]]
+    bad = [
+        [b""],
+        [b"", b""],
+        [b"msg"],
+        [b"msg", b""],
+        [b"msg", pickle.dumps(Evil())],
+        [pickle.dumps(Evil()), b""],
+        [b"msg", wire.encode(wire.Heartbeat((0, 0), {}))[1][:-3]],
+        [b"group", b""],
+        [b"group", good[1][:-5], *good[2:]],
+        good[:-1],
+        [*good, b"more"],
+        [*good[:2], good[2][:-1], *good[3:]],
+        [b"group", msgspec.msgpack.encode(huge), *good[2:]],
+        [b"group", msgspec.msgpack.encode([2, *header[1:]]), *good[2:]],
+        [b"msg", msgspec.msgpack.encode(["lease", [0, 0], "many"])],
+        [b"msg", msgspec.msgpack.encode(["nonsense", 1])],
+    ]
+    for frames in bad:
+        generator.send(frames)
+    assert generator.quiet() and not target.exists()
+    assert net.counters["malformed"] == len(bad)
+    assert generator.ask(good) == wire.Ack([lease.group_id], [])
+
+
+def test_negative_and_absurd_numbers_are_harmless(net):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    assert generator.lease(-5).leases == [] and len(generator.lease(2**62).leases) == 12
+    assert generator.lease(1, update=-7).idle == "version_too_old"
+    assert generator.lease(1, update=2**62).idle == "unknown_version"
+    generator.send(wire.Heartbeat((0, 0), {"x": float("nan")}))
+    generator.send(wire.EvalResult("no such", (0, 0), [wire.EvalAnswer("e0", 0, False, 1.0, 1, "stop")]))
+    assert generator.quiet()
+    learner.ask(wire.Commit(99, -3, "trained", ["0/p1", "x"]))
+    assert net.queue.clock.update == 0 and net.counters["commit_unknown"] == 2
+
+
+def test_refused_groups_are_acknowledged_as_resolved(net):
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    (lease,) = generator.lease(1).leases
+    # B31: sampled under a version that was never published.
+    assert generator.ask(generator.group(lease, update=12)) == wire.Ack([], [lease.group_id])
+    assert net.counters["future_version"] == 1
+    lease.group_id = "0/other"
+    assert generator.ask(generator.group(lease)) == wire.Ack([], ["0/other"])
+
+
+def test_large_frames_are_handed_on_without_change(make_net):
+    net = make_net(groups_per_update=1)
+    learner, generator = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    generator.recv()
+    (lease,) = generator.lease(1).leases
+    frames = generator.group(lease, tokens=50_000)
+    assert generator.ask(frames) == wire.Ack([lease.group_id], [])
+    (entry,) = net.queue.ledger.of_state(State.QUEUED)
+    assert any(isinstance(b, memoryview) for b in entry.payload)
+    learner.send(wire.Take(0, 0, 0, 1))
+    reply, buffers = learner.recv()
+    group = wire.decode_group([b"group", *buffers])
+    assert reply.frames == [len(buffers)] and group.num_tokens == 100_000
+    np.testing.assert_array_equal(group.trajectories[1].token_ids, np.arange(50_000))

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from asyncrl import tasks
+from asyncrl.config import ChainSumTask
+from asyncrl.errors import TaskError
+from asyncrl.tasks.chain_sum import build_items, demonstrations
+
+SMALL = ChainSumTask(train_size=200, eval_size=40)
+
+
+def terms(text: str) -> list[int]:
+    return [int(t) for t in re.findall(r"[+-]?\d+", text)]
+
+
+def test_prompts_answers_and_ids_of_a_built_task(model_dir: Path) -> None:
+    task = tasks.build(SMALL, model_dir)
+    assert (task.name, len(task.train), len(task.eval), task.stop_token_ids) == ("chain_sum", 200, 40, (1,))
+    for prompt in [*task.train, *task.eval]:
+        assert re.fullmatch(r"\d([+-]\d){1,4}=", prompt.text)
+        assert prompt.answer == str(sum(terms(prompt.text)))
+        assert prompt.source == "chain_sum"
+        assert prompt.token_ids.dtype == "int32"
+        # ids of the folder's tokenizer: digits 2..11, + 12, - 13, = 14
+        assert prompt.token_ids.tolist() == ["<pad><eos>0123456789+-=#"[10:].index(c) + 2 for c in prompt.text]
+    assert len({p.prompt_id for p in [*task.train, *task.eval]}) == 240
+
+
+def test_default_sets_are_unique_and_share_no_text() -> None:
+    train, held_out = build_items(ChainSumTask())
+    assert (len(train), len(held_out)) == (8192, 400)
+    assert len({i.text for i in train}) == 8192
+    assert len({i.text for i in held_out}) == 400
+    assert not {i.text for i in train} & {i.text for i in held_out}
+    assert {len(terms(i.text)) for i in held_out} == {3, 4, 5}
+    assert {len(terms(i.text)) for i in train} == {2, 3, 4, 5}
+
+
+def test_the_mix_of_lengths_does_not_drift_along_the_prompt_order() -> None:
+    train, _ = build_items(ChainSumTask())
+    share = [Counter(len(terms(i.text)) for i in part)[2] for part in (train[:4096], train[4096:])]
+    assert sum(share) == 200  # there are only 10 * 10 * 2 two-term expressions, and all are in
+    assert abs(share[0] - share[1]) < 60  # 100 +- 7 each when shuffled; 200 and 0 in the order drawn
+
+
+def test_building_is_deterministic_and_ids_depend_on_the_text_only(model_dir: Path) -> None:
+    a, b = tasks.build(SMALL, model_dir), tasks.build(SMALL, str(model_dir))
+    assert [p.prompt_id for p in a.train] == [p.prompt_id for p in b.train]
+    longer = tasks.build(ChainSumTask(train_size=300, eval_size=40), model_dir)
+    ids = {p.text: p.prompt_id for p in longer.train}
+    assert all(ids[p.text] == p.prompt_id for p in a.train)
+    # the held-out set does not move when the training set grows
+    assert [p.text for p in a.eval] == [p.text for p in longer.eval]
+
+
+def test_seeds_do_not_share_their_items() -> None:
+    # reasoning-gym makes item i from Random(seed + i): neighbouring seeds used as they are would
+    # give sets that agree in all but one item.
+    one = {i.text for i in build_items(ChainSumTask(seed=1, min_terms=5, train_size=1000, eval_size=1))[0]}
+    two = {i.text for i in build_items(ChainSumTask(seed=2, min_terms=5, train_size=1000, eval_size=1))[0]}
+    assert len(one & two) < 20  # 1.6 million expressions: 0.6 shared by chance
+
+
+def test_digits_are_those_asked_for() -> None:
+    train, held_out = build_items(ChainSumTask(digits=2, train_size=100, eval_size=20))
+    assert all(10 <= abs(t) <= 99 for item in [*train, *held_out] for t in terms(item.text))
+
+
+@pytest.mark.parametrize(
+    ("task", "key"),
+    [
+        # 3 terms: 4000 expressions. All are held out, none is left to train on.
+        (ChainSumTask(min_terms=3, max_terms=3, train_size=201, eval_size=3900), "task.train_size=201"),
+        (ChainSumTask(min_terms=2, max_terms=3, train_size=10, eval_size=4001), "task.eval_size=4001"),
+    ],
+)
+def test_too_few_different_items_are_refused_by_key(task: ChainSumTask, key: str) -> None:
+    with pytest.raises(TaskError, match=key):
+        build_items(task)
+
+
+def test_demonstrations_hold_no_held_out_expression() -> None:
+    task = ChainSumTask(min_terms=2, max_terms=3, train_size=50, eval_size=2000)
+    _, held_out = build_items(task)
+    texts = [item.text for item in islice(demonstrations(task), 2000)]
+    assert not set(texts) & {i.text for i in held_out}
+    assert any(len(terms(t)) == 3 for t in texts)
