@@ -1,0 +1,83 @@
+# Two commands matter: `make quickstart` and `make test`. Both need python3 (3.11 or newer), make and pip, and make
+# everything else themselves in .venv. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PYTEST_ARGS ?=
+
+# One thread per process and no spinning: with OpenMP's defaults several processes on few cores wait for each other
+# in busy loops.
+export OMP_NUM_THREADS := 1
+export OMP_WAIT_POLICY := passive
+export GOMP_SPINCOUNT := 0
+export TOKENIZERS_PARALLELISM := false
+# Models and data are local folders; nothing may ask a hub.
+export HF_HUB_OFFLINE := 1
+
+MODEL := models/quickstart
+RUNTIME := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+DEPS := pyproject.toml constraints.txt
+
+# What `make test` leaves out: these need minutes, a server or a device.
+DEFAULT := not slow and not system and not sglang and not gpu
+FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/transport tests/test_*.py)
+
+.PHONY: help quickstart model test test-fast test-long check format docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make quickstart  install, build the small model once, train it asynchronously on this CPU"
+	@echo "make test        install and run the tests"
+	@echo "make test-fast   the quick part of the tests"
+	@echo "make test-long   the slow and whole-run tests"
+	@echo "make check       ruff, format and types, as CI runs them"
+	@echo "make format      rewrite the code in the house format"
+	@echo "make docs        write the generated pages of docs/ again"
+	@echo "make clean       remove .venv, caches, runs and the built model"
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "asyncrl needs Python 3.11 or newer; set PYTHON=python3.x"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(RUNTIME): $(DEPS) | $(PY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e . -c constraints.txt
+	@touch $@
+
+$(DEV): $(DEPS) | $(PY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt
+	@touch $(RUNTIME) $@
+
+$(MODEL)/model.safetensors: tools/make_quickstart_model.py | $(RUNTIME)
+	$(PY) tools/make_quickstart_model.py $(MODEL)
+
+model: $(MODEL)/model.safetensors
+
+quickstart: $(RUNTIME) model
+	$(BIN)/asyncrl run configs/quickstart.yaml
+
+test: $(DEV)
+	$(PY) -m pytest -m "$(DEFAULT)" $(PYTEST_ARGS)
+
+test-fast: $(DEV)
+	$(PY) -m pytest -m "$(DEFAULT)" $(FAST) $(PYTEST_ARGS)
+
+test-long: $(DEV) model
+	$(PY) -m pytest -m "slow or system" $(PYTEST_ARGS)
+
+check: $(DEV)
+	tools/check
+
+format: $(DEV)
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+docs: $(RUNTIME)
+	$(PY) tools/config_reference.py docs/config.md
+	$(PY) tools/metrics_reference.py docs/metrics.md
+
+clean:
+	rm -rf $(VENV) models runs reports build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

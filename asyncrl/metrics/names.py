@@ -1,0 +1,150 @@
+"""Every metric a record can contain: its name, and what it is in one line.
+
+`<id>`, `<i>`, `<l>`, `<n>`, `<d>`, `<reason>` stand for a part that varies. docs/metrics.md is this
+table in print; the dashboard layout may name nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+
+VARIABLES: dict[str, str] = {
+    "<id>": r"[^/]+",
+    "<reason>": r"[a-z0-9_]+",
+    "<i>": r"\d+",
+    "<l>": r"\d+",
+    "<n>": r"\d+",
+    "<d>": r"\d+",
+}
+
+NAMES: dict[str, str] = {
+    # policy
+    "policy/reward": "mean reward of the responses of this update",
+    "policy/response_length": "mean response length in tokens",
+    "policy/entropy": "mean entropy of the policy over the loss tokens, in nats",
+    "policy/truncated_fraction": "share of responses that ended at max_new_tokens",
+    "policy/clip_fraction": "share of loss tokens whose ratio was clipped",
+    "policy/zero_variance_fraction": "share of groups whose rewards are all equal (advantage exactly 0)",
+    "policy/loss": "the loss that was minimised",
+    "policy/responses": "responses of this update",
+    "policy/tokens": "loss tokens of this update, after the staleness mask",
+    "eval/sampled_accuracy": "held-out accuracy, sampled at the training temperature",
+    "eval/greedy_accuracy": "held-out accuracy, greedy decoding",
+    "eval/response_length": "mean length of the sampled held-out responses",
+    "eval/truncated_fraction": "share of the sampled held-out responses that ended at max_new_tokens",
+    "eval/version": "update of the weights that were evaluated",
+    "eval/count": "held-out problems answered",
+    # optimisation
+    "optim/grad_norm": "gradient norm before clipping, over all ranks",
+    "optim/lr": "learning rate of this update",
+    "optim/skipped_updates": "batches so far that made no step (non-finite, or nothing left)",
+    "optim/stepped": "1 when this batch made an optimizer step, else 0",
+    # mismatch of rollout and learner probabilities, per token
+    "mismatch/kl_k1": "mean(log mu - log pi): unbiased, may be negative",
+    "mismatch/kl_k3": "mean(r - 1 - log r), r = pi/mu: never negative",
+    "mismatch/f_1.2": "share of tokens whose ratio or inverse ratio exceeds 1.2",
+    "mismatch/f_2": "the same above 2; sustained values above 0.1 are the alarm",
+    "mismatch/f_5": "the same above 5",
+    "mismatch/f_10": "the same above 10",
+    "mismatch/ess": "effective sample size of the ratios as a share in (0, 1]",
+    "mismatch/tis_weight_mean": "mean truncated importance weight",
+    "mismatch/missing_logprobs": "tokens of this update without a rollout log-prob (weight 1)",
+    "mismatch/kept/kl_k1": "kl_k1 of the responses that RDC kept",
+    "mismatch/kept/kl_k3": "kl_k3 of the responses that RDC kept",
+    "mismatch/kept/f_2": "f_2 of the responses that RDC kept",
+    "mismatch/filtered/kl_k1": "kl_k1 of the responses that RDC dropped (or would drop)",
+    "mismatch/filtered/kl_k3": "kl_k3 of the responses that RDC dropped (or would drop)",
+    "mismatch/filtered/f_2": "f_2 of the responses that RDC dropped (or would drop)",
+    "mismatch/lag_<n>/kl_k1": "kl_k1 of the responses with lag n",
+    "mismatch/lag_<n>/kl_k3": "kl_k3 of the responses with lag n",
+    # router drift
+    "drift/mean": "mean drift of the responses with a defined drift",
+    "drift/p50": "median drift",
+    "drift/p90": "90th percentile of the drift",
+    "drift/max": "largest drift",
+    "drift/nonzero_fraction": "share of responses whose drift is not 0",
+    "drift/undefined": "responses without a defined drift (no counted token, or routes missing)",
+    "drift/bucket_<i>/mean": "mean drift in length bucket i",
+    "drift/bucket_<i>/threshold": "lowest drift that was dropped in length bucket i",
+    "drift/layer_<l>": "mean drift of MoE layer l (its number in the model)",
+    "drift/lag_<n>": "mean drift of the responses with lag n",
+    # filter
+    "filter/dropped": "responses dropped by RDC in this update",
+    "filter/dropped_fraction": "dropped share of the responses with a defined drift",
+    "filter/effective_dropped_fraction": "the same without responses whose advantage is 0 anyway",
+    "filter/zero_advantage_dropped": "dropped responses whose advantage is 0 anyway",
+    "filter/carry": "fraction of a response carried to the next update's quota",
+    "filter/unfilled": "quota that could not be filled in this update",
+    "filter/kept/length": "mean length of kept responses",
+    "filter/kept/reward": "mean reward of kept responses",
+    "filter/kept/abs_log_ratio": "mean |log pi/mu| of kept responses",
+    "filter/dropped/length": "mean length of dropped responses",
+    "filter/dropped/reward": "mean reward of dropped responses",
+    "filter/dropped/abs_log_ratio": "mean |log pi/mu| of dropped responses",
+    # staleness
+    "staleness/lag_mean": "mean lag of the trained tokens, in updates",
+    "staleness/lag_max": "largest lag of a trained token; never above staleness.max_lag",
+    "staleness/lag_p90": "90th percentile of the lag of the trained responses",
+    "staleness/response_lag_mean": "mean lag of the trained responses (lag of the oldest trained token)",
+    "staleness/stale_responses": "responses of this update with no token young enough",
+    "staleness/published": "update of the newest published weights",
+    "staleness/masked_token_fraction": "share of tokens masked because they are too old",
+    "staleness/masked_decile_<d>": "the same in length decile d (0 shortest, 9 longest)",
+    "staleness/masked_position_<d>": "share of the tokens in tenth d of the response (0 first) that are masked",
+    "staleness/left_out/length": "mean length of what was left out for its age",
+    "staleness/left_out/reward": "mean reward of what was left out for its age",
+    "staleness/left_out/lag": "mean lag of what was left out for its age",
+    "staleness/left_out/count": "responses left out for their age so far",
+    "staleness/trained/length": "mean length of what was trained",
+    "staleness/trained/reward": "mean reward of what was trained",
+    "staleness/trained/lag": "mean lag of what was trained",
+    "staleness/trained/count": "responses trained so far",
+    # replay
+    "replay/queue_depth": "groups in the queue",
+    "replay/leased": "groups being sampled",
+    "replay/bytes": "payload bytes in the queue",
+    "replay/dropped/<reason>": "groups, leases or answers that replay dropped, returned or refused so far, by reason",
+    "replay/idle/<reason>": "lease requests so far that got less than they asked for, by reason",
+    # fleet
+    "generator/<id>/drift": "mean drift of this generator's responses",
+    "generator/<id>/abs_log_ratio": "mean |log pi/mu| of this generator's responses",
+    "generator/<id>/tokens_per_s": "tokens that this generator samples per second",
+    "generator/<id>/busy_fraction": "share of the time this generator's engine is decoding",
+    "generator/<id>/version": "update of the weights that this generator holds",
+    "generator/<id>/lag": "mean lag of this generator's responses",
+    "generator/<id>/responses": "responses of this generator in this update",
+    "generator/<id>/alive": "1 while this generator sends heartbeats, else 0",
+    "generator/<id>/loads": "versions loaded so far",
+    "generator/<id>/load_s": "seconds spent loading so far",
+    "generator/<id>/load_failures": "versions that could not be loaded so far",
+    "generator/<id>/in_flight": "groups being sampled",
+    "generator/<id>/reward_errors": "rewards that could not be scored so far",
+    "generator/alive": "generators that send heartbeats",
+    # throughput
+    "throughput/learner_tokens_per_s": "response tokens trained per second",
+    "throughput/generator_tokens_per_s": "tokens sampled per second, all generators",
+    "throughput/learner_busy_fraction": "share of the time the learner is not waiting for a take",
+    "throughput/generator_busy_fraction": "mean busy share of the generators",
+    "throughput/overlap_fraction": "share of the learner's step time during which generators decode",
+    "throughput/sync_s": "seconds to publish the weights",
+    "throughput/step_s": "seconds of this update, from take to commit",
+    "throughput/wait_s": "seconds waited for this update's take",
+    "throughput/update_s": "seconds between this record and the one before",
+    "throughput/fused_scoring": "1 when scoring and update shared one forward, else 0",
+    # routing replay
+    "r3/forced_fraction": "share of the scored rows whose routes were forced",
+    "r3/in_pass_drift": "drift of the native routes recorded in the forced pass (upstream layers replayed)",
+    # about the metrics themselves
+    "metrics/nan": "values of this record that are not finite",
+}
+
+
+def pattern(name: str) -> str:
+    """Regular expression of exactly this name, variable parts open: what TensorBoard charts take."""
+    parts = re.split(r"(<[a-z]+>)", name)
+    return "^" + "".join(VARIABLES.get(part) or re.escape(part) for part in parts) + "$"
+
+
+def is_known(name: str) -> bool:
+    """True when a record may contain `name`."""
+    return any(re.match(pattern(known), name) for known in NAMES)
