@@ -51,7 +51,7 @@ $(DEV): $(DEPS) | $(PY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt
 	@touch $(RUNTIME) $@
 
-$(MODEL)/model.safetensors: tools/make_quickstart_model.py | $(RUNTIME)
+$(MODEL)/model.safetensors: tools/make_quickstart_model.py tools/warm_start.py tools/demonstrations.py configs/quickstart.yaml | $(RUNTIME)
 	$(PY) tools/make_quickstart_model.py $(MODEL)
 
 model: $(MODEL)/model.safetensors

@@ -1,0 +1,102 @@
+"""What a task is, and the steps every task shares: texts to prompts, stop tokens, the overlap check.
+
+Knows nothing of where items come from or how answers are scored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from asyncrl.errors import TaskError
+from asyncrl.tasks.text import load_tokenizer
+from asyncrl.types import Prompt
+
+
+class Item(NamedTuple):
+    """One problem as text: the prompt and its gold answer."""
+
+    text: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Built prompts of one task; `train` and `eval` share no text. stop_token_ids end a response."""
+
+    name: str
+    train: Sequence[Prompt]
+    eval: Sequence[Prompt]
+    stop_token_ids: tuple[int, ...]
+
+
+def make_prompts(source: str, items: Sequence[Item], tokenizer_dir: str | Path) -> tuple[Prompt, ...]:
+    """Items to prompts, in order. Ids depend on source and text only, never on the position.
+
+    token_ids: int32 [P], no special token is added. Raises TaskError for a text that the tokenizer
+    cannot write (an unknown character, or one that silently vanishes).
+    """
+    tokenizer = load_tokenizer(tokenizer_dir)
+    texts = [item.text for item in items]
+    try:
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+    except Exception as exc:  # the library raises a bare Exception for every failure
+        raise TaskError(f"the tokenizer in {str(tokenizer_dir)!r} cannot encode {source} prompts: {exc}") from exc
+    ids = [encoding.ids for encoding in encodings]
+    for text, back in zip(texts, tokenizer.decode_batch(ids, skip_special_tokens=True), strict=True):
+        if "".join(back.split()) != "".join(text.split()):
+            raise TaskError(
+                f"the tokenizer in {str(tokenizer_dir)!r} cannot write {source} prompts: "
+                f"{text!r} comes back as {back!r}"
+            )
+    return tuple(
+        Prompt(prompt_id(source, item.text), np.asarray(row, np.int32), item.text, item.answer, source)
+        for item, row in zip(items, ids, strict=True)
+    )
+
+
+def prompt_id(source: str, text: str) -> str:
+    """Stable id of a prompt: `<source>-<xxh3-64 of the text>`."""
+    return f"{source}-{xxhash.xxh3_64_hexdigest(text.encode())}"
+
+
+def read_stop_token_ids(tokenizer_dir: str | Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a model folder, from generation_config.json, else config.json.
+
+    Both a number and a list of numbers are read. Raises TaskError when neither file names one.
+    """
+    for name in ("generation_config.json", "config.json"):
+        file = Path(tokenizer_dir) / name
+        if not file.is_file():
+            continue
+        try:
+            value = json.loads(file.read_text()).get("eos_token_id")
+        except (ValueError, AttributeError) as exc:
+            raise TaskError(f"{str(file)!r} is not a JSON object: {exc}") from exc
+        ids = value if isinstance(value, list) else [value]
+        if ids and all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            return tuple(dict.fromkeys(ids))
+    raise TaskError(
+        f"no eos_token_id in generation_config.json or config.json of {str(tokenizer_dir)!r}: "
+        "responses would never stop; set eos_token_id in config.json"
+    )
+
+
+def check_disjoint(name: str, train: Sequence[Item], held_out: Sequence[Item]) -> None:
+    """Raise TaskError if a held-out text is also a training text, or if a set repeats a text."""
+    for part, items in (("training", train), ("held-out", held_out)):
+        repeats = len(items) - len({item.text for item in items})
+        if repeats:
+            raise TaskError(f"task {name!r}: {repeats} of {len(items)} {part} prompts repeat another one")
+    shared = {item.text for item in train} & {item.text for item in held_out}
+    if shared:
+        raise TaskError(
+            f"task {name!r}: {len(shared)} held-out prompts are also training prompts, for example {min(shared)!r}; "
+            "held-out accuracy would measure memory (keys task.train_size, task.eval_size, task.seed)"
+        )
