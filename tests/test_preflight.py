@@ -1,11 +1,11 @@
 """Checks of config against model folders, before any process starts."""
 
 import pytest
-from tests.helpers.tiny_models import qwen3_dense, qwen3_moe
 
 from asyncrl.config import validate
 from asyncrl.errors import ConfigError
 from asyncrl.preflight import preflight
+from tests.helpers.tiny_models import qwen3_dense, qwen3_moe
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,9 @@ def test_missing_model_names_key_value_and_remedy(tmp_path):
 
 def test_generator_with_another_model_is_refused(models):
     wrong = config(models / "moe", generator={"model": str(models / "other")})
-    with pytest.raises(ConfigError, match=r"generator\.model=.*other.*num_experts \(4 against 8\).*leave generator\.model"):
+    with pytest.raises(
+        ConfigError, match=r"generator\.model=.*other.*num_experts \(4 against 8\).*leave generator\.model"
+    ):
         preflight(wrong)
 
 

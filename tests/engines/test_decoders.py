@@ -103,7 +103,8 @@ def test_long_prompts_take_the_sparse_experts_and_give_the_same():
 
 def test_float64_matches_more_closely():
     # transformers computes RMS norms in float32 even then, so 1e-6 and not 1e-12; its grouped_mm takes no float64.
-    model = tiny_models.FAMILIES["qwen3_moe_sparse_step"](dtype=torch.float64, experts="eager")
+    model = tiny_models.qwen3_moe(dtype=torch.float64)
+    model.set_experts_implementation("eager")
     stepper = Stepper(model)
     request = stepper.submit([1, 2, 3], 2, SamplingParams(1.0, 10, ()))
     stepper.finish()

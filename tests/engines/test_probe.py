@@ -56,6 +56,7 @@ class Fake:
 
 def with_routes(change: Callable[[np.ndarray], np.ndarray]) -> Completion:
     done = good()
+    assert done.routes is not None
     return replace(done, routes=change(done.routes))
 
 

@@ -30,6 +30,12 @@ def test_draw_inverts_the_cumulative_distribution():
     assert draw(logp, uniform).tolist() == [0, 0, 1, 1, 2, 2]
 
 
+def test_draw_leaves_the_log_probs_alone():
+    logp = torch.tensor([[0.5, 0.5]], dtype=torch.float64).log()
+    draw(logp, torch.zeros(1, dtype=torch.float64))
+    assert logp.tolist() == [[-0.6931471805599453, -0.6931471805599453]]
+
+
 def test_draw_never_takes_a_token_of_probability_0():
     logp = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(3, 3)
     assert draw(logp, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)).tolist() == [1, 1, 1]

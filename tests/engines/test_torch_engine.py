@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from asyncrl.engines.probe import probe
-from asyncrl.engines.torch_engine import TorchEngine
+from asyncrl.engines.torch_engine import TorchEngine, _check_routes
 from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.models.describe import describe
 from asyncrl.models.names import stream
 from asyncrl.models.routes import RouteHook
 from asyncrl.types import SamplingParams, Segment, Version
@@ -230,10 +231,7 @@ def test_close_fails_what_waits_and_what_comes_later(folder):
     engine.close()
 
 
-def test_a_config_that_the_modules_do_not_fit_is_refused(folder, tmp_path):
-    from asyncrl.engines.torch_engine import _check_routes
-    from asyncrl.models.describe import describe
-
+def test_a_config_that_the_modules_do_not_fit_is_refused(folder):
     model = tiny_models.qwen3_moe(layers=3, mlp_only_layers=(0,))
     with pytest.raises(EngineError, match=r"\(0, 1\).*\(1, 2\)"):
         _check_routes(describe(folder), RouteHook(model))

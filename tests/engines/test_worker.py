@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -35,10 +36,10 @@ async def ask(worker: Worker, value: int) -> int:
 
 
 def test_jobs_and_steps_run_in_one_thread_in_order():
-    counter, seen = Counter(), []
+    counter, seen = Counter(), list[int]()
     worker = make(counter)
     for i in range(3):
-        worker.send(lambda i=i: seen.append(i))
+        worker.send(partial(seen.append, i))
     worker.send(lambda: setattr(counter, "todo", 2))
     assert asyncio.run(ask(worker, 5)) == 5
     worker.close()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.warm_start import Recipe, make_model, save, train
-
 from asyncrl.config import ChainSumTask
 from asyncrl.tasks.chain_sum import demonstrations
+from tools.warm_start import Recipe, make_model, save, train
 
 
 def save_char_model(folder: Path, steps: int = 200, seed: int = 0) -> Path:
     """Write a barely trained model of chain_sum into folder and return it."""
     model = make_model(seed)
     if steps:
-        train(model, demonstrations(ChainSumTask(max_terms=3, train_size=1000, eval_size=8)), Recipe(seed=seed, steps=steps, batch=16))
+        train(
+            model,
+            demonstrations(ChainSumTask(max_terms=3, train_size=1000, eval_size=8)),
+            Recipe(seed=seed, steps=steps, batch=16),
+        )
     folder.mkdir(parents=True)
     save(model, folder)
     return folder

@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tests.helpers.tiny_models import qwen3_moe
 
 from asyncrl.algos.drift import expert_counts
 from asyncrl.config import validate
@@ -17,21 +15,14 @@ from asyncrl.engines.torch_engine import TorchEngine
 from asyncrl.generator.collect import to_trajectory
 from asyncrl.learner.batch import rows_of
 from asyncrl.learner.records import update_scalars
-from asyncrl.learner.shard import World, build_policy
+from asyncrl.learner.shard import build_policy
 from asyncrl.learner.step import Updater
 from asyncrl.learner.update import run_update
 from asyncrl.models.describe import describe
 from asyncrl.types import Group, Prompt, SamplingParams, Version
+from tests.helpers.tiny_models import qwen3_moe
 
 SWAPPED = (1, 5)
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

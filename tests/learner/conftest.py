@@ -1,19 +1,8 @@
-"""A process group of one rank for the in-process tests of this folder."""
+"""A tiny model for the in-process tests of this folder."""
 
 import pytest
-import torch
-import torch.distributed as dist
+
 from tests.helpers.tiny_models import qwen3_moe
-
-from asyncrl.learner.shard import World
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory):
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import torch
-from tests.learner.groups import make_groups
 
 from asyncrl.config import load_config
 from asyncrl.learner.batch import rows_of
@@ -19,6 +18,7 @@ from asyncrl.learner.shard import build_policy, init_world
 from asyncrl.learner.step import Updater
 from asyncrl.learner.update import run_update
 from asyncrl.models.describe import describe
+from tests.learner.groups import make_groups
 
 
 class Spy(Updater):

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from tests.learner.groups import make_trajectory
 
 from asyncrl.errors import RouteError
 from asyncrl.learner.batch import collate, micro_batches, padded_tokens, rows_of
 from asyncrl.types import Group, ModelInfo, Prompt, Segment, Trajectory, Version
+from tests.learner.groups import make_trajectory
 
 INFO = ModelInfo((0, 1), 4, 2, 10)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.learner.groups import make_groups
 
 from asyncrl.config import Config, validate
 from asyncrl.learner.batch import rows_of
@@ -15,6 +14,7 @@ from asyncrl.learner.shard import Policy, build_policy
 from asyncrl.learner.step import Updater
 from asyncrl.learner.update import run_update, score_take
 from asyncrl.models.describe import describe
+from tests.learner.groups import make_groups
 
 
 def setup(model_dir, world, **sections) -> tuple[Config, Policy, Updater]:
@@ -36,9 +36,7 @@ def same(a, b):
 def with_rewards(groups, rewards):
     """Groups whose trajectories get these rewards in turn."""
     it = iter(rewards)
-    return [
-        replace(g, trajectories=tuple(replace(t, reward=float(next(it))) for t in g.trajectories)) for g in groups
-    ]
+    return [replace(g, trajectories=tuple(replace(t, reward=float(next(it))) for t in g.trajectories)) for g in groups]
 
 
 def own_logprobs(policy, groups, config, info, world):

@@ -1,11 +1,9 @@
 """RouteHook where forwards and backwards do not simply alternate: micro-batches, checkpointing, FSDP2."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -195,7 +193,7 @@ def test_context_fn_serves_a_checkpoint_of_the_whole_model() -> None:
     torch.testing.assert_close(run(True), run(False), atol=0, rtol=0)
 
 
-def test_sharded_replay_and_stream_equal_the_plain_model(tmp_path: Path) -> None:
+def test_sharded_replay_and_stream_equal_the_plain_model(world) -> None:
     ids = torch.arange(24).view(2, 12)
 
     def gradients(model: PreTrainedModel, hook: RouteHook, routes: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -214,22 +212,18 @@ def test_sharded_replay_and_stream_equal_the_plain_model(tmp_path: Path) -> None
     routes = plain_hook.native.flip(2)
     expected = gradients(plain, plain_hook, routes)
     assert plain_hook.forced_fraction == 1.0
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        sharded = qwen3_moe()
-        for layer in sharded.model.layers:
-            fully_shard(layer)
-        fully_shard(sharded)
-        hook = RouteHook(sharded)
-        hook.enable_checkpointing()
-        sharded.train()
-        logits, grads = gradients(sharded, hook, routes)
-        torch.testing.assert_close(logits, expected[0], atol=1e-6, rtol=1e-6)
-        for name, grad in expected[1].items():
-            torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-5, msg=name)
-        assert torch.equal(hook.native, plain_hook.native)
-        streamed, reference = dict(stream(sharded)), dict(stream(plain))
-        assert list(streamed) == list(reference)
-        assert all(torch.equal(streamed[name], reference[name]) for name in reference)
-    finally:
-        dist.destroy_process_group()
+    sharded = qwen3_moe()
+    for layer in sharded.model.layers:
+        fully_shard(layer)
+    fully_shard(sharded)
+    hook = RouteHook(sharded)
+    hook.enable_checkpointing()
+    sharded.train()
+    logits, grads = gradients(sharded, hook, routes)
+    torch.testing.assert_close(logits, expected[0], atol=1e-6, rtol=1e-6)
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-6, rtol=1e-5, msg=name)
+    assert torch.equal(hook.native, plain_hook.native)
+    streamed, reference = dict(stream(sharded)), dict(stream(plain))
+    assert list(streamed) == list(reference)
+    assert all(torch.equal(streamed[name], reference[name]) for name in reference)

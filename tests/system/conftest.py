@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.helpers.char_model import save_char_model
 
 from asyncrl.metrics.sink import read_jsonl
 from asyncrl.process import role_environment
+from tests.helpers.char_model import save_char_model
 
 ROOT = Path(__file__).parents[2]
 

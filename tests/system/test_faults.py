@@ -6,6 +6,7 @@ import subprocess
 import time
 
 import pytest
+
 from tests.system.conftest import ROOT
 from tests.system.test_run import assert_clean, assert_lag_bound
 

@@ -4,12 +4,10 @@ import math
 import socket
 
 import pytest
-from tests.system.conftest import ROOT
 
 from asyncrl.config import load_config
 from asyncrl.metrics.names import is_known
-
-
+from tests.system.conftest import ROOT
 
 
 def port_of(run):

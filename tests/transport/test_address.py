@@ -30,7 +30,7 @@ def test_parses(text, host, port):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ipc:///tmp/x", "only tcp://"),
+        ("ipc:///run/x", "only tcp://"),
         ("tcp://[::1", r"\[IPv6\]:port"),
         ("[::1]5555", r"\[IPv6\]:port"),
         ("tcp://:5555", "no host"),

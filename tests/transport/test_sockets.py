@@ -158,7 +158,7 @@ def test_eight_wildcard_binds_never_clash():
         s.close()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "tcp://*:5555", "ipc:///tmp/x", "nobody.invalid:1"])
+@pytest.mark.parametrize("address", ["127.0.0.1", "tcp://*:5555", "ipc:///run/x", "nobody.invalid:1"])
 def test_connecting_to_nothing_is_refused(address):
     with pytest.raises(TransportError):
         Client(address, b"x")

@@ -1,0 +1,17 @@
+"""Fixtures of several folders."""
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory):
+    """The default process group with one gloo rank, made once per test session."""
+    import torch
+    import torch.distributed as dist
+
+    from asyncrl.learner.shard import World
+
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield World(0, 1, torch.device("cpu"))
+    dist.destroy_process_group()
