@@ -179,5 +179,3 @@ def _watch(supervisor: Supervisor, view: View, tail: Tail, console: Console) -> 
             if supervisor.signal:
                 return 128 + supervisor.signal
             time.sleep(POLL_S)
-
-

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
-from asyncrl.generator.collect import to_trajectory
 from asyncrl.errors import TaskError
+from asyncrl.generator.collect import to_trajectory
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
 from asyncrl.types import Completion, Group, ModelInfo, Prompt, SamplingParams, Version
@@ -39,9 +39,7 @@ class Sampler:
         """
         started = time.monotonic()
         prompt = wire.prompt_from_msg(lease.prompt)
-        completions = await self.engine.generate(
-            prompt.token_ids, self.config.algorithm.group_size, self.params()
-        )
+        completions = await self.engine.generate(prompt.token_ids, self.config.algorithm.group_size, self.params())
         rewards = await self._rewards(prompt, completions)
         trajectories = tuple(
             to_trajectory(
@@ -81,5 +79,3 @@ class Sampler:
 def held_tuple(version: Version) -> tuple[int, int]:
     """Version as the wire carries it."""
     return (version.epoch, version.update)
-
-

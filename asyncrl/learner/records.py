@@ -215,5 +215,3 @@ def _mean(values: NDArray[Any]) -> float:
 
 def _ratio(a: float, b: float) -> float:
     return float(a) / float(b) if b else math.nan
-
-

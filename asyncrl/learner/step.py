@@ -139,7 +139,7 @@ class Updater:
             mask = mask & keep[index].to(device)[:, None]
         loss = batch_loss(part.logp, old, batch.rollout_logp, adv, mask, self._algorithm, totals, sums)
         # FSDP averages gradients over ranks; the loss is a sum of shares, so undo the average.
-        (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
+        (loss * self._world.size).backward()
 
 
 class _Lazy(Sequence[Scored]):
