@@ -81,10 +81,11 @@ def start(name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
     return Child(name, process, log)
 
 
-def stop_all(children: Iterable[Child], timeout_s: float) -> None:
+def stop_all(children: Iterable[Child], timeout_s: float) -> list[str]:
     """SIGTERM to every child, SIGKILL after timeout_s to what is left of them and their children.
 
-    Descendants are collected first: a child that dies leaves its own children to init.
+    Descendants are collected first: a child that dies leaves its own children to init. Returns the
+    names of the children that had to be killed.
     """
     children = list(children)
     family: list[psutil.Process] = []
@@ -97,10 +98,12 @@ def stop_all(children: Iterable[Child], timeout_s: float) -> None:
         if child.returncode is None:
             child.process.terminate()
     deadline = time.monotonic() + timeout_s
+    killed = []
     for child in children:
         try:
             child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
+            killed.append(child.name)
             child.process.kill()
             child.process.wait(5)
     _, alive = psutil.wait_procs(family, timeout=max(0.1, min(1.0, deadline - time.monotonic())))
@@ -110,3 +113,4 @@ def stop_all(children: Iterable[Child], timeout_s: float) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(alive, timeout=2)
+    return killed

@@ -103,7 +103,9 @@ class Supervisor:
 
     def stop(self) -> None:
         """End every child and what it started; remove published weights."""
-        stop_all(self.children(), self.config.run.shutdown_s)
+        limit = self.config.run.shutdown_s
+        for name in stop_all(self.children(), limit):
+            print(f"{name} did not stop within {limit:g} s and was killed", file=sys.stderr)
         clean_weights(self.run_dir)
 
 

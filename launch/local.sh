@@ -99,14 +99,30 @@ done
 start learner "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m asyncrl learn "$@"
 learner=$started
 
+# Replay and the generators leave once the run is over; torchrun may take a little longer to end.
+grace_s=20
+alone_since=
 while running "$learner"; do
     [ "$signalled" -ne 0 ] && finish $((128 + signalled)) "stopped by signal $signalled"
-    running "$replay" || finish 1 "replay ended before the learner; see $run_dir/logs/replay.log"
     alive=0
     for pid in ${fleet[@]+"${fleet[@]}"}; do
         running "$pid" && alive=$((alive + 1))
     done
-    [ "$generators" -gt 0 ] && [ "$alive" -eq 0 ] && finish 1 "every generator ended; see $run_dir/logs/"
+    missing=
+    crashed=0
+    for pid in "$replay" ${fleet[@]+"${fleet[@]}"}; do
+        running "$pid" || wait "$pid" || crashed=1
+    done
+    running "$replay" || missing="replay ended before the learner; see $run_dir/logs/replay.log"
+    [ "$generators" -gt 0 ] && [ "$alive" -eq 0 ] && missing=${missing:-"every generator ended; see $run_dir/logs/"}
+    if [ -z "$missing" ]; then
+        alone_since=
+    else
+        alone_since=${alone_since:-$SECONDS}
+        if [ "$crashed" -eq 1 ] || [ $((SECONDS - alone_since)) -ge "$grace_s" ]; then
+            finish 1 "$missing"
+        fi
+    fi
     sleep 0.2
 done
 [ "$signalled" -ne 0 ] && finish $((128 + signalled)) "stopped by signal $signalled"

@@ -55,7 +55,7 @@ def test_stop_ends_a_stubborn_child_and_the_grandchild_in_its_own_session(tmp_pa
     child = start("stubborn", [sys.executable, "-c", STUBBORN], dict(os.environ), tmp_path / "log")
     assert wait_until(lambda: (tmp_path / "log").read_text().strip().isdigit())
     grandchild = int((tmp_path / "log").read_text())
-    stop_all([child], 1.0)
+    assert stop_all([child], 1.0) == ["stubborn"]
     assert child.returncode == -signal.SIGKILL
     assert wait_until(lambda: gone(grandchild), 5)
 
@@ -63,7 +63,7 @@ def test_stop_ends_a_stubborn_child_and_the_grandchild_in_its_own_session(tmp_pa
 def test_stop_of_a_child_that_already_ended_keeps_its_status(tmp_path):
     child = start("quick", [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
     child.process.wait(20)
-    stop_all([child], 1.0)
+    assert stop_all([child], 1.0) == []
     assert child.returncode == 3
 
 

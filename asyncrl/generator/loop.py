@@ -7,6 +7,7 @@ Any number of generators may join and leave; a group is kept until replay says i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -169,10 +170,10 @@ class Generator:
             if self.held is not None and want > 0 and self.asked_at is None and now >= self.pause_until:
                 self.asked_at = now
                 await self.client.send(wire.encode(wire.LeaseRequest(held_tuple(self.held), want, rows)))
-            try:
-                await asyncio.wait_for(self.wake.wait(), TICK_S)
-            except TimeoutError:
-                continue
+            # Not wait_for: on Python 3.11 it swallows a cancellation that meets its result.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self.wake.wait()
 
     def _start(self, lease: wire.LeaseMsg) -> None:
         if lease.lease_id not in self.running:

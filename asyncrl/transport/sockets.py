@@ -137,7 +137,9 @@ class AsyncClient:
     async def send(self, frames: Sequence[Buffer], timeout_s: float = 10.0) -> None:
         """Hand frames to libzmq; waits for room at most timeout_s, then raises TransportError."""
         try:
-            await asyncio.wait_for(self._socket.send_multipart(list(frames), copy=False), timeout_s)
+            # Not wait_for: on Python 3.11 it swallows a cancellation that meets its result.
+            async with asyncio.timeout(timeout_s):
+                await self._socket.send_multipart(list(frames), copy=False)
         except TimeoutError as exc:
             raise _full(self.address, timeout_s) from exc
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from asyncrl.config import ChainSumTask
 from asyncrl.tasks.chain_sum import demonstrations
-from tools.warm_start import Recipe, make_model, save, train
+from warm_start import Recipe, make_model, save, train
 
 
 def save_char_model(folder: Path, steps: int = 200, seed: int = 0) -> Path:
