@@ -18,6 +18,9 @@ from asyncrl.models.names import Loader
 from asyncrl.models.routes import RouteHook
 from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
 
+# Experts of the usual 0.02 would hardly show in the logits.
+LOUD = {"initializer_range": 0.15}
+
 MakeDecoder = Callable[[PreTrainedModel, RouteHook | None, int], Decoder]
 
 
@@ -29,7 +32,10 @@ class Stepper:
         model: PreTrainedModel,
         rows: int = 8,
         seed: int = 0,
-        make: MakeDecoder = make_decoder,
+        make: # Experts of the usual 0.02 would hardly show in the logits.
+LOUD = {"initializer_range": 0.15}
+
+MakeDecoder = make_decoder,
         dense: bool = False,
     ) -> None:
         self.model = model

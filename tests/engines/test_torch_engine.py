@@ -18,7 +18,7 @@ from asyncrl.models.describe import describe
 from asyncrl.models.names import stream
 from asyncrl.models.routes import RouteHook
 from asyncrl.types import SamplingParams, Segment, Version
-from tests.engines.support import check
+from tests.engines.support import LOUD, check
 from tests.helpers import tiny_models
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(1.0, 12, (), greedy=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.save(tiny_models.qwen3_moe(), tmp_path_factory.mktemp("model"))
+    return tiny_models.save(tiny_models.qwen3_moe(**LOUD), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_requests_of_one_loop_run_together_and_match_a_plain_forward(engine):
         return await asyncio.gather(*(engine.generate(p, 3, s) for p, s in zip(prompts, params, strict=True)))
 
     groups = run(all_of_them())
-    model = tiny_models.qwen3_moe()
+    model = tiny_models.qwen3_moe(**LOUD)
     hook = RouteHook(model)
     for prompt, group, sampling in zip(prompts, groups, params, strict=True):
         assert len(group) == 3
@@ -82,7 +82,7 @@ def test_it_passes_the_probe(engine):
 
 
 def test_a_load_equals_an_engine_that_started_with_those_weights(engine, tmp_path):
-    other = tiny_models.qwen3_moe(seed=1)
+    other = tiny_models.qwen3_moe(**LOUD, seed=1)
     fresh = TorchEngine(tiny_models.save(other, tmp_path / "other"), version=Version(0, 4))
 
     async def both():
@@ -102,7 +102,7 @@ def test_a_load_equals_an_engine_that_started_with_those_weights(engine, tmp_pat
 
 
 def test_a_load_in_mid_response_gives_two_segments(engine):
-    other = tiny_models.qwen3_moe(seed=1)
+    other = tiny_models.qwen3_moe(**LOUD, seed=1)
     weights = weights_of(other)
 
     async def load_while_it_runs():
@@ -116,7 +116,7 @@ def test_a_load_in_mid_response_gives_two_segments(engine):
     assert (first.version, first.start) == (Version(0, 0), 0)
     assert (second.version, second.end) == (Version(1, 0), 1500)
     assert 5 <= first.end == second.start < 1500
-    model = tiny_models.qwen3_moe()
+    model = tiny_models.qwen3_moe(**LOUD)
     ids = torch.from_numpy(np.append(PROMPT, done.token_ids[: first.end])).long()
     logp = torch.log_softmax(model(ids[None]).logits[0, 2:-1], -1).gather(1, ids[3:, None])[:, 0]
     np.testing.assert_allclose(done.logprobs[: first.end], logp.detach(), atol=1e-5)
@@ -144,7 +144,7 @@ BAD_LOADS = {
 @pytest.mark.parametrize("case", BAD_LOADS)
 def test_a_load_that_fails_changes_nothing(engine, case):
     break_it, message = BAD_LOADS[case]
-    weights = weights_of(tiny_models.qwen3_moe(seed=1))
+    weights = weights_of(tiny_models.qwen3_moe(**LOUD, seed=1))
 
     async def before_and_after():
         before = await engine.generate(PROMPT, 1, GREEDY)
@@ -159,7 +159,7 @@ def test_a_load_that_fails_changes_nothing(engine, case):
 
 
 def test_an_older_version_is_refused_and_the_same_one_may_come_again(engine):
-    weights = weights_of(tiny_models.qwen3_moe(seed=1))
+    weights = weights_of(tiny_models.qwen3_moe(**LOUD, seed=1))
 
     async def loads():
         await engine.load(Version(1, 8), lambda: weights)
@@ -232,6 +232,6 @@ def test_close_fails_what_waits_and_what_comes_later(folder):
 
 
 def test_a_config_that_the_modules_do_not_fit_is_refused(folder):
-    model = tiny_models.qwen3_moe(layers=3, mlp_only_layers=(0,))
+    model = tiny_models.qwen3_moe(**LOUD, layers=3, mlp_only_layers=(0,))
     with pytest.raises(EngineError, match=r"\(0, 1\).*\(1, 2\)"):
         _check_routes(describe(folder), RouteHook(model))

@@ -1,0 +1,1 @@
+"""Generation engines behind one protocol: the embedded torch engine and the start-up probe."""
