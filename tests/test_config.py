@@ -250,3 +250,9 @@ def test_the_reference_page_names_every_key():
     page = (ROOT / "docs/config.md").read_text()
     missing = [key for key in known_keys() if f"`{key}`" not in page]
     assert not missing
+
+
+@pytest.mark.parametrize(("routes", "full"), [("native", False), ("r3", True)])
+def test_replay_turns_full_routes_on(routes, full):
+    config = validate({"model": {"path": "x"}, "algorithm": {"routes": routes}})
+    assert config.full_routes is full

@@ -160,6 +160,7 @@ def staleness_scalars(t: Table) -> Scalars:
         out["staleness/lag_max"] = float(t["lag"][used].max())
         out["staleness/lag_p90"] = float(np.percentile(t["lag"][used], 90))
         out["staleness/response_lag_mean"] = _mean(t["lag"][used])
+    out |= {f"staleness/responses_at_lag_{lag}": float(rows.sum()) for lag, rows in _by_lag(t)}
     order = np.argsort(t["length"], kind="stable")
     if len(order) >= 10 and t["masked"].any():
         for d, rows in enumerate(np.array_split(order, 10)):

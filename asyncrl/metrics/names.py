@@ -85,6 +85,7 @@ NAMES: dict[str, str] = {
     "staleness/lag_mean": "mean lag of the trained tokens, in updates",
     "staleness/lag_max": "largest lag of a trained token; never above staleness.max_lag",
     "staleness/lag_p90": "90th percentile of the lag of the trained responses",
+    "staleness/responses_at_lag_<n>": "trained responses whose lag is n: the histogram of lag as numbers",
     "staleness/response_lag_mean": "mean lag of the trained responses (lag of the oldest trained token)",
     "staleness/stale_responses": "responses of this update with no token young enough",
     "staleness/published": "update of the newest published weights",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,8 @@ from asyncrl.models.names import Loader
 from asyncrl.models.routes import RouteHook
 from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
 
-# Experts of the usual 0.02 would hardly show in the logits.
-LOUD = {"initializer_range": 0.15}
+# Experts of the usual 0.02 would hardly show in the logits; sharper routers would amplify rounding.
+LOUD: dict[str, Any] = {"initializer_range": 0.1, "router_scale": 4.0}
 
 MakeDecoder = Callable[[PreTrainedModel, RouteHook | None, int], Decoder]
 
@@ -32,10 +33,7 @@ class Stepper:
         model: PreTrainedModel,
         rows: int = 8,
         seed: int = 0,
-        make: # Experts of the usual 0.02 would hardly show in the logits.
-LOUD = {"initializer_range": 0.15}
-
-MakeDecoder = make_decoder,
+        make: MakeDecoder = make_decoder,
         dense: bool = False,
     ) -> None:
         self.model = model
