@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,9 +124,18 @@ def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cp
     console.print(table)
     console.print(f"model:     {run_dir / 'model'}", highlight=False, soft_wrap=True)
     console.print(
-        f"dashboard: tensorboard --logdir {run_dir / 'tb'}   then open http://127.0.0.1:6006/#custom_scalars",
+        f"dashboard: {_tensorboard()} --logdir {run_dir / 'tb'}   then open http://127.0.0.1:6006/#custom_scalars",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+
+
+def _tensorboard() -> str:
+    """The command as this user can paste it: beside the running python unless it is on the PATH."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    if shutil.which("tensorboard") or not beside.exists():
+        return "tensorboard"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def _arrow(view: View, first: int, last: int, which: int) -> str:

@@ -24,7 +24,7 @@ from asyncrl.models.routes import RouteHook
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "qwen3")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # All experts on all tokens is faster than sorting tokens by expert while it wastes fewer operations than this.
-_WASTED_FLOPS = 30_000_000
+_WASTED_FLOPS = 50_000_000
 
 
 def why_not_flat(model: PreTrainedModel) -> str | None:
@@ -162,7 +162,7 @@ def _gated(x: Tensor, mlp: Mlp) -> Tensor:
 
 
 def _moe(moe: Moe, x: Tensor, normed: Tensor) -> Tensor:
-    """X + routed (and shared) experts of normed."""
+    """Add the routed (and shared) experts of normed to x."""
     _, weights_NK, index_NK = moe.router(normed)[:3]
     if moe.fused is not None and len(x) * moe.wasted_flops <= _WASTED_FLOPS:
         # An expert that was not chosen has weight 0, so the sum is exactly the sparse one.

@@ -40,8 +40,10 @@ class Mlp:
 
 @dataclass(slots=True)
 class Moe:
-    """Routed experts. fused: all experts as one gated MLP of E * I units,
-    None when that is too large."""
+    """Routed experts. fused: all of them as one gated MLP of E * I units, None when that is too large.
+
+    wasted_flops: operations per token that the fused form spends on experts that were not chosen.
+    """
 
     router: nn.Module
     experts: Callable[..., Tensor]

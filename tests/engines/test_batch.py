@@ -166,7 +166,8 @@ def test_numbers_that_are_not_finite_fail_their_request_and_nothing_after_it(ste
     first_layer = stepper.model.model.layers[0].input_layernorm.weight
     kept = first_layer.detach().clone()
     bad = stepper.submit([1, 2, 3], 2, sampling(40))
-    stepper.batch.step()
+    for _ in range(30):
+        stepper.batch.step()
     with torch.no_grad():
         first_layer.fill_(float("nan"))
     stepper.decoder.refresh()
@@ -176,8 +177,9 @@ def test_numbers_that_are_not_finite_fail_their_request_and_nothing_after_it(ste
     with torch.no_grad():
         first_layer.copy_(kept)
     stepper.decoder.refresh()
-    # The short rows lie where the poisoned ones lay, and the long one makes them look past their own end.
-    short, long = stepper.submit([4], 3, sampling(5)), stepper.submit(range(20), 1, sampling(5))
+    # The short rows lie where the poisoned ones lay, and the long one makes them look past their own end,
+    # at position 32, which held NaN.
+    short, long = stepper.submit([4], 3, sampling(25)), stepper.submit(range(20), 1, sampling(25))
     stepper.finish()
     stepper.check(short)
     stepper.check(long)

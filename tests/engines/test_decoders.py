@@ -97,10 +97,10 @@ def test_biases_of_all_projections_are_used():
 
 
 def test_long_prompts_take_the_sparse_experts_and_give_the_same():
-    # 4 prompts of 250 tokens: 1000 tokens waste 1000 * 6 * 6 * 32 * 32 = 37e6 operations on experts not chosen.
+    # 1600 tokens would waste 1600 * 6 * 6 * 32 * 32 = 59e6 operations on experts that were not chosen.
     stepper = Stepper(tiny_models.qwen3_moe(**LOUD, max_position_embeddings=512), rows=4)
     rng = np.random.default_rng(0)
-    requests = [stepper.submit(rng.integers(0, 64, 250), 1, SamplingParams(1.0, 3, ())) for _ in range(4)]
+    requests = [stepper.submit(rng.integers(0, 64, 400), 1, SamplingParams(1.0, 3, ())) for _ in range(4)]
     stepper.finish()
     for request in requests:
         stepper.check(request)
@@ -117,15 +117,16 @@ def test_float64_matches_more_closely():
 
 
 @pytest.mark.parametrize("make", [FlatDecoder, CachedDecoder])
-def test_bfloat16_stays_close_to_the_bfloat16_module(make):
-    stepper = Stepper(tiny_models.qwen3_moe(**LOUD, dtype=torch.bfloat16, router_scale=1.0), make=make)
-    request = stepper.submit([1, 2, 3], 2, SamplingParams(1.0, 10, ()))
+def test_bfloat16_stays_close_to_float32_with_the_same_weights(make):
+    stepper = Stepper(tiny_models.qwen3_moe(**LOUD, dtype=torch.bfloat16), make=make)
+    request = stepper.submit([1, 2, 3], 2, SamplingParams(1.0, 30, ()))
     stepper.finish()
     model = stepper.model.float()
     done = request.completions[0]
     ids = torch.from_numpy(np.append([1, 2, 3], done.token_ids)).long()
     logp = torch.log_softmax(model(ids[None]).logits[0, 2:-1], -1).gather(1, ids[3:, None])[:, 0]
-    np.testing.assert_allclose(done.logprobs, logp.detach(), atol=0.05)
+    # The plain bfloat16 module is off by 0.006 on average here.
+    assert np.abs(done.logprobs - logp.detach().numpy()).mean() < 0.02
 
 
 def test_other_families_are_not_flat_and_the_reason_is_named():
