@@ -40,7 +40,8 @@ def launch(tmp_path):
         roles = {"LEARNER_STATUS": learner, "REPLAY_STATUS": replay, "GENERATOR_STATUS": generator}
         env = {**os.environ, **roles, "PYTHON": str(stand_in)}
         words = [f"run.dir={tmp_path}/runs", "run.shutdown_s=2", "generator.count=2", "learner.ranks=2", *overrides]
-        command = ["bash", "launch/local.sh", "configs/quickstart.yaml", *words]
+        # A shell cannot trap what was ignored when it started, as SIGINT is in background jobs of scripts.
+        command = ["env", "--default-signal=INT", "bash", "launch/local.sh", "configs/quickstart.yaml", *words]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
         started.append(process)
