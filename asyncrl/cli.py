@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -73,13 +74,15 @@ def replay(arguments: Arguments) -> None:
 
 @app.command()
 def generate(
-    arguments: Arguments, id: Annotated[str, typer.Option(help="Unique name of this generator.")] = "g0"
+    arguments: Arguments,
+    id: Annotated[str, typer.Option(help="Name of this generator, unique in the run; default HOST-PID.")] = "",
 ) -> None:
     """Start one generator."""
     from asyncrl.process import ensure_environment
 
     config = read(arguments)
     ensure_environment(config.generator.threads)
+    id = id or f"{socket.gethostname()}-{os.getpid()}"
     _role(id)
     run_dir = _prepare(config)
     from asyncrl.generator.loop import run as sample
@@ -89,16 +92,16 @@ def generate(
 
 @app.command()
 def learn(arguments: Arguments) -> None:
-    """Start one learner rank; run it under torchrun."""
+    """Start the learner: all its ranks, or one rank when torchrun calls this."""
     from asyncrl.process import ensure_environment
 
     config = read(arguments)
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            f"`asyncrl learn` runs under torchrun: torchrun --standalone --nproc-per-node {config.learner.ranks} "
-            "-m asyncrl learn CONFIG"
-        )
     ensure_environment(config.learner.threads)
+    if "RANK" not in os.environ:
+        # Alone, it is its own torchrun with learner.ranks ranks.
+        ranks = ["--standalone", "--nproc-per-node", str(config.learner.ranks)]
+        command = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "asyncrl", "learn", *arguments]
+        os.execv(sys.executable, command)
     _role(f"learner-{os.environ['RANK']}")
     run_dir = _prepare(config)
     from asyncrl.learner.loop import run as train

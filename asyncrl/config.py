@@ -6,7 +6,7 @@ result. Loops take their section, leaves take plain values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from asyncrl.errors import ConfigError
 from asyncrl.rules import problems
-from asyncrl.suggest import explain
+from asyncrl.suggest import explain, in_range, meant
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(le=1_000_000)]
+SEED_MAX = 2**31 - 1  # what torch, numpy and reasoning-gym all take
 
 
 class Section(BaseModel):
@@ -26,29 +27,27 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    @field_validator("*", mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _no_bool_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
-            raise ValueError("true and false are no numbers or words")  # pydantic would read them as 1 and 0
-        return value
+    def _as_meant(cls, value: Any, read: Callable[[Any], Any], info: ValidationInfo) -> Any:
+        return in_range(read(meant(value, cls.model_fields[str(info.field_name)].annotation)))
 
 
 class RunSection(Section):
     """Identity of a run."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=100)
     """Folder name under `dir`."""
-    dir: str = "runs"
+    dir: str = Field("runs", min_length=1)
     """Folder that holds the run folders."""
-    seed: NonNegative = 0
+    seed: int = Field(0, ge=0, le=SEED_MAX)
     """Seeds the prompt order, sampling and shuffles."""
-    shutdown_s: Seconds = 8.0
+    shutdown_s: Seconds = Field(6.0, ge=1)
     """Time between the request to stop and SIGKILL."""
     max_generator_restarts: NonNegative = 5
     """How often a generator that died is started again, over the whole run."""
-    start_timeout_s: Seconds = 180.0
-    """How long roles wait for each other at start."""
+    start_timeout_s: Seconds = Field(180.0, ge=10)
+    """How long roles wait for each other at start (importing torch alone takes seconds)."""
 
 
 class ModelSection(Section):
@@ -81,17 +80,17 @@ class ChainSumTask(Section):
     """Held-out prompts; none equals a training expression."""
     eval_min_terms: int = Field(3, ge=3, le=8)
     """Fewest terms of a held-out expression (there are too few 2-term ones to hold out)."""
-    seed: NonNegative = 1
+    seed: int = Field(1, ge=0, le=SEED_MAX)
     """Seeds the items; train and evaluation items come from disjoint index ranges."""
 
 
 class SamplingSection(Section):
     """How responses are sampled for training."""
 
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, ge=0.01, le=10)
     """Both sides compute log-probs at this temperature."""
     max_new_tokens: Positive = 32
-    """Longest response."""
+    """Longest response; with the longest prompt it must fit what the model was made for."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Only 1.0: see the cross-field rules."""
     top_k: NonNegative = 0
@@ -103,35 +102,35 @@ class SamplingSection(Section):
 class GeneratorSection(Section):
     """Generator processes."""
 
-    count: NonNegative = 1
-    """Generators that `asyncrl run` starts."""
+    count: int = Field(1, ge=0, le=1024)
+    """Generators that `asyncrl run` starts; 0 when all are started by hand."""
     engine: Literal["torch"] = "torch"
     """Engine behind each generator."""
-    model: str | None = None
+    model: str | None = Field(None, min_length=1)
     """Model folder of the generators; default: model.path. Must be the same architecture."""
-    groups_in_flight: Positive = 32
+    groups_in_flight: int = Field(32, ge=1, le=4096)
     """Groups that one generator samples at a time."""
-    threads: Positive = 1
+    threads: int = Field(1, ge=1, le=1024)
     """Torch threads."""
-    reward_workers: Positive = 1
+    reward_workers: int = Field(1, ge=1, le=256)
     """Worker processes that score rewards."""
-    reward_timeout_s: Seconds = 10.0
+    reward_timeout_s: Seconds = Field(10.0, ge=1)
     """Deadline of one verifier call; after it the worker is replaced."""
 
 
 class ReplaySection(Section):
     """The queue."""
 
-    bind: str = "tcp://127.0.0.1:*"
+    bind: str = Field("tcp://127.0.0.1:*", min_length=1)
     """Address of the ROUTER socket; `*` takes a free port, published in the run folder."""
     security: Literal["loopback", "none"] = "loopback"
     """`none` allows a bind to other addresses without keys."""
     capacity_bytes: int = Field(2**31, ge=2**16)
     """Cap on the payload of queued groups."""
-    lease_timeout_s: Seconds = 120.0
-    """A lease older than this is given out again."""
-    heartbeat_timeout_s: Seconds = 15.0
-    """A generator silent for this long is dead; its leases are given out again."""
+    lease_timeout_s: Seconds = Field(120.0, ge=10)
+    """A lease older than this is given out again. A group whose arrival was not confirmed is sent again after 5 s."""
+    heartbeat_timeout_s: Seconds = Field(15.0, ge=3)
+    """A generator silent for this long is dead; its leases are given out again. It beats once a second."""
     max_attempts: Positive = 5
     """Leases of one prompt before it is dropped and counted."""
 
@@ -160,7 +159,7 @@ class RdcSection(Section):
     """Fraction of responses to drop per update."""
     gate: Literal["top_q", "outlier"] = "top_q"
     """top_q: the paper's rule. outlier: drift above median + k MAD of its bucket."""
-    outlier_k: float = Field(4.0, gt=0)
+    outlier_k: float = Field(4.0, gt=0, le=1_000_000)
     """k of the outlier gate."""
     outlier_floor: float = Field(0.02, ge=0, le=1)
     """Absolute drift below which the outlier gate never drops."""
@@ -183,7 +182,7 @@ class CorrectionSection(Section):
 
     kind: Literal["none", "tis"] = "tis"
     """tis: truncated importance sampling, min(pi_old / mu, cap), detached."""
-    cap: float = Field(2.0, gt=0)
+    cap: float = Field(2.0, gt=0, le=1_000_000)
     """Upper bound of the weight."""
     level: Literal["token", "sequence"] = "token"
     """One weight per token or per response."""
@@ -192,9 +191,9 @@ class CorrectionSection(Section):
 class AlgorithmSection(Section):
     """Objective."""
 
-    groups_per_update: Positive = 32
+    groups_per_update: int = Field(32, ge=1, le=65536)
     """G: groups per optimizer step."""
-    group_size: int = Field(8, ge=2)
+    group_size: int = Field(8, ge=2, le=1024)
     """Responses per prompt."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     """Advantage estimator."""
@@ -204,9 +203,9 @@ class AlgorithmSection(Section):
     """Denominator of the clipped ratio: pi_old of the scoring pass, or the rollout policy mu."""
     eps_low: float = Field(0.2, gt=0, lt=1)
     """Lower clip range."""
-    eps_high: float = Field(0.27, gt=0)
+    eps_high: float = Field(0.27, gt=0, le=1_000_000)
     """Upper clip range (DAPO clip-higher)."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(None, gt=1, le=1_000_000)
     """Bound on the ratio of negative-advantage tokens; None is off."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token losses become one loss."""
@@ -223,15 +222,15 @@ class AlgorithmSection(Section):
 class LearnerSection(Section):
     """The learner."""
 
-    ranks: Positive = 1
+    ranks: int = Field(1, ge=1, le=1024)
     """Processes under torchrun."""
     updates: Positive = 120
     """Optimizer steps of the run."""
-    lr: float = Field(3e-4, gt=0)
+    lr: float = Field(3e-4, gt=0, le=1)
     """Peak learning rate of AdamW."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """AdamW moments."""
-    weight_decay: float = Field(0.0, ge=0)
+    """AdamW moments, each in [0, 1)."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
     """Decoupled weight decay."""
     warmup_updates: NonNegative = 5
     """Linear warm-up of the learning rate."""
@@ -243,14 +242,14 @@ class LearnerSection(Section):
     """Rows of the logits that are materialised at once."""
     scoring: Literal["auto", "separate"] = "auto"
     """auto: score and update share one forward when every rank's share fits one micro-batch."""
-    threads: Positive = 1
+    threads: int = Field(1, ge=1, le=1024)
     """Torch threads per rank."""
     max_skipped_updates: Positive = 5
     """Skipped updates in a row (non-finite, or all filtered) that end the run."""
-    take_timeout_s: Seconds = 300.0
-    """Longest wait for a take before the learner gives up."""
-    collective_timeout_s: Seconds = 120.0
-    """Timeout of a collective between ranks."""
+    take_timeout_s: Seconds = Field(300.0, ge=10)
+    """Longest wait for a take before the learner gives up; longer than replay.heartbeat_timeout_s."""
+    collective_timeout_s: Seconds = Field(120.0, ge=10)
+    """Timeout of a collective between ranks (rank 0 also commits and publishes in between)."""
 
 
 class WeightsSection(Section):
@@ -260,7 +259,7 @@ class WeightsSection(Section):
     """shm: memory-mapped files on the same host."""
     on_load: Literal["keep"] = "keep"
     """keep: running responses go on and carry two versions."""
-    keep_versions: int = Field(2, ge=2)
+    keep_versions: int = Field(2, ge=2, le=64)
     """Published versions that stay on disk."""
 
 
@@ -269,11 +268,11 @@ class EvalSection(Section):
 
     every: NonNegative = 20
     """Updates between evaluations (rounded to publications); 0 is off."""
-    samples: Positive = 1
+    samples: int = Field(1, ge=1, le=1024)
     """Sampled responses per held-out prompt."""
     greedy: bool = True
     """Also decode greedily."""
-    timeout_s: Seconds = 180.0
+    timeout_s: Seconds = Field(180.0, ge=5)
     """A generator defers loading for at most this long."""
 
 

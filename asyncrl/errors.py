@@ -5,6 +5,7 @@ AsyncRLError
   + WireError         bytes that do not decode to a record (also ValueError)
   + TransportError    a peer cannot be reached, bound or does not answer in time
   + EngineError       a generation engine failed or was refused by the probe
+  + TrajectoryError   a response that cannot be used: misaligned or impossible log-probs (also ValueError)
   + RouteError        routes have the wrong shape, range or row count (also ValueError)
   + WeightSyncError   a version could not be published, verified or loaded
   + TaskError         a data set or verifier is unusable (also ValueError)
@@ -33,6 +34,10 @@ class TransportError(AsyncRLError, RuntimeError):
 
 class EngineError(AsyncRLError, RuntimeError):
     """A generation engine failed, or the start-up probe refused it."""
+
+
+class TrajectoryError(AsyncRLError, ValueError):
+    """A response cannot be used: its log-probs do not fit its tokens, or no policy can have them."""
 
 
 class RouteError(AsyncRLError, ValueError):

@@ -1,17 +1,37 @@
-"""Checks between the config and the model folders, before any training process starts."""
+"""Checks of the config against the model folders, the host and the task, before any training process starts.
+
+Builds no task, binds nothing and writes nothing.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.models.describe import describe
+from asyncrl.errors import ConfigError, TaskError, TransportError
+from asyncrl.models.describe import describe, max_length
+from asyncrl.replay.limits import check_capacity, largest_group_bytes
+from asyncrl.tasks.chain_sum import check_sizes, longest_prompt
+from asyncrl.transport.address import is_loopback, parse
 from asyncrl.types import ModelInfo
 
 
 def preflight(config: Config) -> ModelInfo:
     """The learner's model. Raises ConfigError naming key, value and remedy."""
+    info = _check_models(config)
+    _check_length(config)
+    try:
+        check_sizes(config.task)
+    except TaskError as exc:
+        raise ConfigError(str(exc)) from exc
+    check_capacity(config, largest_group_bytes(config, info, longest_prompt(config.task)))
+    _check_bind(config.replay.bind, config.replay.security)
+    _check_run_dir(config)
+    return info
+
+
+def _check_models(config: Config) -> ModelInfo:
     info = _describe("model.path", config.model.path)
     if config.generator.model is not None:
         other = _describe("generator.model", config.generator.model)
@@ -47,3 +67,51 @@ def _describe(key: str, path: str) -> ModelInfo:
         return describe(path)
     except ValueError as exc:
         raise ConfigError(f"{key}={path!r}: {exc}") from exc
+
+
+def _check_length(config: Config) -> None:
+    prompt, new = longest_prompt(config.task), config.sampling.max_new_tokens
+    limit = max_length(config.model.path)
+    if prompt + new > limit:
+        raise ConfigError(
+            f"sampling.max_new_tokens={new} and a prompt of up to {prompt} tokens exceed the {limit} tokens that "
+            f"model.path={config.model.path!r} can hold; set sampling.max_new_tokens <= {limit - prompt}"
+            if prompt < limit
+            else f"a prompt of up to {prompt} tokens leaves no room for sampling.max_new_tokens={new} in the {limit} "
+            f"tokens that model.path={config.model.path!r} can hold; lower task.max_terms"
+        )
+
+
+def _check_bind(bind: str, security: str) -> None:
+    try:
+        host = parse(bind).host
+        local = is_loopback(host)
+    except TransportError as exc:
+        raise ConfigError(f"replay.bind={bind!r}: {exc}; set replay.bind=tcp://127.0.0.1:*") from exc
+    if security == "loopback" and not local:
+        raise ConfigError(
+            f"replay.bind={bind!r} can be reached from other machines and anyone there could send data; "
+            "set replay.bind=tcp://127.0.0.1:* or, on a network you trust, replay.security=none"
+        )
+
+
+def _check_run_dir(config: Config) -> None:
+    """The nearest thing that exists on the way to the run folder must be a folder we may write in."""
+    folder = config.run_dir
+    try:
+        found = next(p for p in (folder, *folder.parents) if _exists(p))
+        usable = found.is_dir() and os.access(found, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"run.dir={config.run.dir!r}: {exc}; set run.dir to a folder") from exc
+    if not usable:
+        state = "cannot be written" if found.is_dir() else "is not a folder"
+        raise ConfigError(f"run.dir={config.run.dir!r}: {str(found)!r} {state}; set run.dir to another folder")
+
+
+def _exists(path: Path) -> bool:
+    """False only for what could still be made; a dangling link exists. Raises OSError or ValueError for a bad name."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

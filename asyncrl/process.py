@@ -62,12 +62,26 @@ class Child:
         """Exit status, negative for a signal, None while it runs."""
         return self.process.poll()
 
-    def tail(self, lines: int = 15) -> str:
-        """Last lines of its log."""
+    def cause(self) -> str:
+        """Why it ended, from its log."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            return cause_in(self.log.read_text(errors="replace"))
         except OSError as exc:
             return f"(no log: {exc})"
+
+
+def cause_in(text: str, lines: int = 12) -> str:
+    """The first cause in a role's log: its own error line, else the last traceback that is not torchrun's.
+
+    torchrun ends its log with a banner that says that a child failed and not why.
+    """
+    own = [line for line in text.splitlines() if " ERROR asyncrl: " in line]
+    if own:
+        return own[0]
+    blocks = ["Traceback" + part for part in text.split("Traceback")[1:] if "ChildFailedError" not in part]
+    chosen = blocks[-1] if blocks else text
+    kept = [line for line in chosen.splitlines() if "torch.distributed.elastic" not in line]
+    return "\n".join(kept[-lines:])
 
 
 def start(name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Child:
@@ -105,12 +119,12 @@ def stop_all(children: Iterable[Child], timeout_s: float) -> list[str]:
         except subprocess.TimeoutExpired:
             killed.append(child.name)
             child.process.kill()
-            child.process.wait(5)
-    _, alive = psutil.wait_procs(family, timeout=max(0.1, min(1.0, deadline - time.monotonic())))
+            child.process.wait(2)
+    _, alive = psutil.wait_procs(family, timeout=max(0.1, min(0.5, deadline - time.monotonic())))
     for process in alive:
         try:
             process.kill()
         except psutil.NoSuchProcess:
             continue
-    psutil.wait_procs(alive, timeout=2)
+    psutil.wait_procs(alive, timeout=1)
     return killed

@@ -40,8 +40,18 @@ def problems(c: Config) -> Iterator[str]:
             f"task.eval_min_terms={c.task.eval_min_terms}; raise task.max_terms"
         )
     edges = a.rdc.bucket_edges
+    if edges is not None and not edges:
+        yield (
+            "algorithm.rdc.bucket_edges=[] names no edge; give at least one, or set algorithm.rdc.bucket_edges=null "
+            "and algorithm.rdc.buckets"
+        )
     if edges is not None and list(edges) != sorted(set(edges)):
         yield f"algorithm.rdc.bucket_edges={list(edges)} must ascend without repeats"
+    if a.rdc.buckets != "auto" and a.rdc.buckets > c.responses_per_update:
+        yield (
+            f"algorithm.rdc.buckets={a.rdc.buckets} exceeds the {c.responses_per_update} responses of an update; "
+            "set algorithm.rdc.buckets=auto"
+        )
     if a.ratio == "behaviour" and a.correction.kind != "none":
         yield (
             "algorithm.ratio=behaviour already carries pi/mu inside the clip, so "
@@ -49,3 +59,14 @@ def problems(c: Config) -> Iterator[str]:
         )
     if a.dual_clip is not None and a.dual_clip <= 1 + a.eps_high:
         yield f"algorithm.dual_clip={a.dual_clip} must exceed 1 + eps_high = {1 + a.eps_high}"
+    if not all(0 <= beta < 1 for beta in c.learner.betas):
+        yield (
+            f"learner.betas={list(c.learner.betas)} must lie in [0, 1): AdamW divides by 1 - beta; "
+            "set learner.betas=[0.9,0.98]"
+        )
+    if c.learner.take_timeout_s <= c.replay.heartbeat_timeout_s:
+        yield (
+            f"learner.take_timeout_s={c.learner.take_timeout_s:g} is not longer than replay.heartbeat_timeout_s="
+            f"{c.replay.heartbeat_timeout_s:g}: the learner would give up before the work of a dead generator is given "
+            f"out again; set learner.take_timeout_s > {c.replay.heartbeat_timeout_s:g}"
+        )

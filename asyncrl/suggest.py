@@ -1,13 +1,13 @@
-"""What is wrong with a setting, in one line, and the key that was most likely meant.
+"""What is wrong with a setting, in one line, and the key or the word that was most likely meant.
 
-Knows dotted names and pydantic's error records; no section, no file.
+Knows dotted names, type annotations and pydantic's error records; no section, no file.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 SYNONYMS: Mapping[str, str] = {
     # names that other projects and papers use
@@ -60,6 +60,35 @@ SYNONYMS: Mapping[str, str] = {
     "eval_every": "eval.every",
 }
 
+_WORDS: Mapping[bool, Sequence[str]] = {False: ("off", "none", "no", "false"), True: ("on", "yes", "true")}
+"""What a boolean stands for where words are expected: YAML 1.1 reads off and no as False, on and yes as True."""
+
+LARGEST = 2**53
+"""Largest whole number of a setting; above it floats, JSON and the wire would change or refuse it."""
+
+
+def meant(value: Any, annotation: Any) -> Any:
+    """`value`, or the word of a Literal `annotation` that YAML turned into a boolean.
+
+    Raises ValueError for any other boolean where none is expected: pydantic would read 1 or 0.
+    """
+    if annotation is bool:
+        return value
+    if isinstance(value, bool):
+        for word in _WORDS[value]:
+            if word in get_args(annotation):
+                return word
+    if isinstance(value, bool) or (isinstance(value, list | tuple) and any(isinstance(v, bool) for v in value)):
+        raise ValueError("true and false are no numbers or words (YAML reads a bare on, off, yes or no as one)")
+    return value
+
+
+def in_range(value: Any) -> Any:
+    """`value`; ValueError for a whole number above LARGEST."""
+    if isinstance(value, int) and value > LARGEST:
+        raise ValueError(f"must be at most {LARGEST}")
+    return value
+
 
 def suggest(key: str, keys: Sequence[str]) -> str | None:
     """Best guess for an unknown dotted `key` among the known `keys`, or None.
@@ -109,7 +138,7 @@ def explain(error: Any, keys: Sequence[str]) -> Iterator[str]:
     # what follows the key in a path is an index or the branch of a union, of no use to the reader
     while path and ".".join(path) not in keys:
         path.pop()
-    yield f"{'.'.join(path)}={error['input']!r}: {error['msg']}"
+    yield f"{'.'.join(path)}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

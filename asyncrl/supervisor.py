@@ -15,7 +15,7 @@ from types import FrameType
 from rich.console import Console
 
 from asyncrl.config import Config, save_config
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.preflight import preflight
 from asyncrl.process import Child, role_environment, start, stop_all
 from asyncrl.progress import Tail, View, print_summary, progress_bar
@@ -71,7 +71,7 @@ class Supervisor:
         if status is not None:
             if status == 0:
                 return True
-            raise RunError(f"the learner ended with status {status}:\n{self.learner.tail()}")
+            raise RunError(f"the learner ended with status {status}:\n{self.learner.cause()}")
         self._check_replay(self.replay)
         self._check_generators()
         return False
@@ -79,7 +79,7 @@ class Supervisor:
     def _check_replay(self, replay: Child) -> None:
         """Replay leaves with status 0 once the run is over; torchrun may take a little longer."""
         if replay.returncode is not None and (replay.returncode != 0 or self._for_long("replay")):
-            raise RunError(f"replay ended with status {replay.returncode}:\n{replay.tail()}")
+            raise RunError(f"replay ended with status {replay.returncode}:\n{replay.cause()}")
 
     def _check_generators(self) -> None:
         """Start again what crashed. One that left with status 0 was told to, and is not replaced."""
@@ -94,7 +94,7 @@ class Supervisor:
             return
         last = max(ended.values(), key=lambda c: abs(c.returncode or 0))
         if last.returncode != 0 or self._for_long("generators"):
-            raise RunError(f"every generator ended; {last.name} with status {last.returncode}:\n{last.tail()}")
+            raise RunError(f"every generator ended; {last.name} with status {last.returncode}:\n{last.cause()}")
 
     def _for_long(self, what: str) -> bool:
         """True when this is asked again GRACE_S after the first time."""
@@ -124,11 +124,21 @@ def clean_weights(run_dir: Path) -> None:
 
 
 def fresh_run(config: Config) -> Config:
-    """Config with a run name whose folder does not exist yet: name, name-2, name-3, ..."""
+    """Make a run folder that did not exist and name the run after it: name, name-2, name-3, ...
+
+    Raises ConfigError when run.dir cannot hold folders.
+    """
     name, n = config.run.name, 1
-    while (Path(config.run.dir) / name).exists():
-        n += 1
-        name = f"{config.run.name}-{n}"
+    while True:
+        try:
+            Path(config.run.dir).mkdir(parents=True, exist_ok=True)
+            (Path(config.run.dir) / name).mkdir()
+            break
+        except FileExistsError:
+            n += 1
+            name = f"{config.run.name}-{n}"
+        except OSError as exc:
+            raise ConfigError(f"run.dir={config.run.dir!r} cannot hold run folders: {exc}; set another one") from exc
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
@@ -140,7 +150,6 @@ def run(config: Config) -> int:
     preflight(config)
     config = fresh_run(config)
     run_dir = config.run_dir
-    run_dir.mkdir(parents=True)
     save_config(config, run_dir / "config.yaml")
     console = Console()
     console.print(f"run folder: {run_dir} (config.yaml, metrics.jsonl, tb/, logs/)", highlight=False, soft_wrap=True)

@@ -159,6 +159,50 @@ def test_the_config_is_frozen():
         ("run.name=a/b", ["run.name='a/b'"]),
         ("learner.betas=[0.9]", ["learner.betas=[0.9]"]),
         ("model.path=null", ["model.path=None"]),
+        ("learner.betas=[0.9,1]", ["learner.betas=[0.9, 1.0]", "[0, 1)", "set learner.betas=[0.9,0.98]"]),
+        ("learner.betas=[-0.1,0.9]", ["learner.betas=[-0.1, 0.9]", "set learner.betas=[0.9,0.98]"]),
+        ("learner.betas=[true,0.9]", ["learner.betas=[True, 0.9]", "no numbers"]),
+        ("learner.betas=[.nan,0.9]", ["learner.betas=nan", "finite"]),
+        ("algorithm.rdc.bucket_edges=[]", ["algorithm.rdc.bucket_edges=[]", "bucket_edges=null"]),
+        ("algorithm.rdc.bucket_edges=[0,8]", ["algorithm.rdc.bucket_edges=0", "greater than or equal to 1"]),
+        ("algorithm.rdc.buckets=257", ["algorithm.rdc.buckets=257", "256 responses", "set algorithm.rdc.buckets=auto"]),
+        ("algorithm.correction.kind=true", ["algorithm.correction.kind=True", "on, off, yes or no"]),
+        ("algorithm.rdc.mode=on", ["algorithm.rdc.mode=True", "on, off, yes or no"]),
+        ("run.seed=2147483648", ["run.seed=2147483648", "2147483647"]),
+        ("task.seed=2147483648", ["task.seed=2147483648", "2147483647"]),
+        ("run.name=..", ["run.name='..'"]),
+        ("run.name=-x", ["run.name='-x'"]),
+        (f"run.name={'x' * 101}", ["run.name='xxx", "at most 100"]),
+        ("run.dir=''", ["run.dir=''", "at least 1"]),
+        ("run.start_timeout_s=0.5", ["run.start_timeout_s=0.5", "greater than or equal to 10"]),
+        ("run.shutdown_s=0", ["run.shutdown_s=0", "greater than or equal to 1"]),
+        ("run.shutdown_s=1e300", ["run.shutdown_s=1e+300", "less than or equal to 1000000"]),
+        ("generator.model=''", ["generator.model=''", "at least 1"]),
+        ("generator.count=1025", ["generator.count=1025", "less than or equal to 1024"]),
+        ("generator.threads=1025", ["generator.threads=1025", "1024"]),
+        ("generator.groups_in_flight=4097", ["generator.groups_in_flight=4097", "4096"]),
+        ("generator.reward_workers=257", ["generator.reward_workers=257", "256"]),
+        ("generator.reward_timeout_s=0.001", ["generator.reward_timeout_s=0.001", "greater than or equal to 1"]),
+        ("sampling.temperature=1e-30", ["sampling.temperature=1e-30", "0.01"]),
+        ("replay.bind=''", ["replay.bind=''", "at least 1"]),
+        ("replay.heartbeat_timeout_s=2.9", ["replay.heartbeat_timeout_s=2.9", "greater than or equal to 3"]),
+        ("replay.lease_timeout_s=9", ["replay.lease_timeout_s=9", "greater than or equal to 10"]),
+        ("replay.heartbeat_timeout_s=400", ["learner.take_timeout_s=300", "heartbeat_timeout_s=400", "> 400"]),
+        ("learner.take_timeout_s=9", ["learner.take_timeout_s=9", "greater than or equal to 10"]),
+        ("learner.collective_timeout_s=1", ["learner.collective_timeout_s=1", "greater than or equal to 10"]),
+        ("eval.timeout_s=1", ["eval.timeout_s=1", "greater than or equal to 5"]),
+        ("eval.samples=1025", ["eval.samples=1025", "1024"]),
+        ("weights.keep_versions=65", ["weights.keep_versions=65", "64"]),
+        ("learner.lr=2", ["learner.lr=2", "less than or equal to 1"]),
+        ("learner.weight_decay=2", ["learner.weight_decay=2", "less than or equal to 1"]),
+        ("learner.ranks=1025", ["learner.ranks=1025", "1024"]),
+        ("learner.updates=9007199254740993", ["learner.updates=9007199254740993", "at most 9007199254740992"]),
+        ("algorithm.eps_high=1e300", ["algorithm.eps_high=1e+300", "1000000"]),
+        ("algorithm.dual_clip=1e300", ["algorithm.dual_clip=1e+300", "1000000"]),
+        ("algorithm.correction.cap=1e300", ["algorithm.correction.cap=1e+300", "1000000"]),
+        ("algorithm.rdc.outlier_k=1e300", ["algorithm.rdc.outlier_k=1e+300", "1000000"]),
+        ("algorithm.group_size=1025", ["algorithm.group_size=1025", "1024"]),
+        ("algorithm.groups_per_update=65537", ["algorithm.groups_per_update=65537", "65536"]),
         ("staleness.max_lag=2", ["staleness.max_lag=2", "sync_every - 1 = 3", "set staleness.max_lag >= 3"]),
         ("staleness.sync_every=10", ["staleness.max_lag=8", "sync_every <= 9"]),
         ("staleness.updates_per_take=10", ["staleness.max_lag=8", "updates_per_take", "set staleness.max_lag >= 9"]),
@@ -179,6 +223,35 @@ def test_refusals_name_the_key_the_value_and_the_remedy(override, words):
         load(override)
     for word in words:
         assert word in str(caught.value)
+
+
+# YAML 1.1 reads these bare words as booleans.
+OFF = ["off", "Off", "OFF", "false", "no"]
+
+
+@pytest.mark.parametrize("word", OFF)
+def test_off_and_none_can_be_written_as_bare_words(tmp_path, word):
+    assert load(f"algorithm.rdc.mode={word}").algorithm.rdc.mode == "off"
+    assert load(f"algorithm.correction.kind={word}").algorithm.correction.kind == "none"
+    (tmp_path / "off.yaml").write_text(f"algorithm: {{rdc: {{mode: {word}}}, correction: {{kind: {word}}}}}\n")
+    algorithm = load_config([QUICKSTART, tmp_path / "off.yaml"]).algorithm
+    assert (algorithm.rdc.mode, algorithm.correction.kind) == ("off", "none")
+
+
+def test_off_survives_saving_and_loading(tmp_path):
+    config = load("algorithm.rdc.mode=off")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_booleans_stay_booleans():
+    config = load("eval.greedy=off", "logging.progress=no", "logging.tensorboard=on")
+    assert (config.eval.greedy, config.logging.progress, config.logging.tensorboard) == (False, False, True)
+
+
+def test_no_generator_and_many_ranks_are_allowed():
+    config = load("generator.count=0", "learner.ranks=512")
+    assert (config.generator.count, config.learner.ranks) == (0, 512)
 
 
 @pytest.mark.parametrize(("sync_every", "max_lag"), [(1, 0), (4, 3), (16, 15)])

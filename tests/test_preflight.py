@@ -1,10 +1,17 @@
 """Checks of config against model folders, before any process starts."""
 
+import asyncio
+import re
+
+import numpy as np
 import pytest
 
-from asyncrl.config import validate
-from asyncrl.errors import ConfigError
+from asyncrl.config import load_config, validate
+from asyncrl.engines.torch_engine import TorchEngine
+from asyncrl.errors import ConfigError, EngineError
+from asyncrl.models.describe import MAX_LENGTH, max_length
 from asyncrl.preflight import preflight
+from asyncrl.types import SamplingParams, Version
 from tests.helpers.tiny_models import qwen3_dense, qwen3_moe
 
 
@@ -14,6 +21,8 @@ def models(tmp_path_factory):
     qwen3_moe(layers=2, experts=8).save_pretrained(folder / "moe")
     qwen3_moe(layers=2, experts=4).save_pretrained(folder / "other")
     qwen3_dense().save_pretrained(folder / "dense")
+    qwen3_moe(layers=1, max_position_embeddings=64).save_pretrained(folder / "short")
+    qwen3_moe(layers=1, max_position_embeddings=8192).save_pretrained(folder / "long")
     return folder
 
 
@@ -57,3 +66,105 @@ def test_rdc_on_a_dense_model_is_refused(models, mode):
 
 def test_dense_model_without_routing_methods_passes(models):
     assert not preflight(config(models / "dense", algorithm={"rdc": {"mode": "off"}})).is_moe
+
+
+def test_the_remedy_for_a_dense_model_works_as_it_is_written(models, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {models / 'dense'}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        preflight(load_config(file))
+    (remedy,) = re.findall(r"; set (\S+)$", str(caught.value))
+    assert not preflight(load_config(file, [remedy])).is_moe
+
+
+# --- length --------------------------------------------------------------------------------------
+
+
+def test_a_response_that_does_not_fit_the_model_is_refused(models):
+    # The longest prompt of 5 one-digit terms is 5 digits, 4 signs and `=`: 10 characters of the 64.
+    assert preflight(config(models / "short", sampling={"max_new_tokens": 54}))
+    with pytest.raises(ConfigError) as caught:
+        preflight(config(models / "short", sampling={"max_new_tokens": 55}))
+    for word in ("sampling.max_new_tokens=55", "10 tokens", "64 tokens", "set sampling.max_new_tokens <= 54"):
+        assert word in str(caught.value)
+
+
+def test_a_prompt_that_fills_the_model_is_refused(tmp_path):
+    qwen3_moe(layers=1, max_position_embeddings=32).save_pretrained(tmp_path)
+    task = {"max_terms": 8, "digits": 3}  # 8 * 4 = 32 characters
+    with pytest.raises(ConfigError, match=r"prompt of up to 32 tokens leaves no room.*lower task\.max_terms"):
+        preflight(config(tmp_path, task=task, sampling={"max_new_tokens": 1}))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("short", 64), ("long", MAX_LENGTH)])
+def test_the_limit_is_the_one_of_the_engine(models, name, limit):
+    assert max_length(models / name) == limit
+    engine = TorchEngine(models / name, version=Version(0, 0), max_rows=1)
+    try:
+        with pytest.raises(EngineError, match=f"limit of {limit}"):
+            prompt = np.zeros(2, np.int32)
+            asyncio.run(engine.generate(prompt, 1, SamplingParams(1.0, limit - 1, ())))
+    finally:
+        engine.close()
+
+
+# --- task, replay and run folder -----------------------------------------------------------------
+
+
+def test_a_training_set_that_cannot_be_drawn_is_refused(models):
+    with pytest.raises(ConfigError, match=r"task\.train_size=5000: only 3800 .*lower task\.train_size"):
+        preflight(config(models / "moe", task={"max_terms": 3, "train_size": 5000}))  # 200 + 4000 - 400 held out
+
+
+def test_a_capacity_below_one_take_is_refused_with_one_that_works(models):
+    wrong = {"capacity_bytes": 65536}
+    with pytest.raises(ConfigError, match=r"replay\.capacity_bytes=65536 .*set replay\.capacity_bytes >= ") as caught:
+        preflight(config(models / "moe", replay=wrong))
+    (enough,) = re.findall(r">= (\d+)", str(caught.value))
+    assert preflight(config(models / "moe", replay={"capacity_bytes": int(enough)}))
+    with pytest.raises(ConfigError):
+        preflight(config(models / "moe", replay={"capacity_bytes": int(enough) - 1}))
+
+
+@pytest.mark.parametrize(
+    ("bind", "word"),
+    [
+        ("udp://127.0.0.1:*", "only tcp://"),
+        ("tcp://127.0.0.1:70000", "70000"),
+        ("tcp://:5555", "no host"),
+        ("tcp://no-such-host.invalid:5555", "cannot be resolved"),
+        ("tcp://*:5555", "replay.security=none"),
+        ("tcp://192.0.2.1:5555", "replay.security=none"),
+    ],
+)
+def test_an_address_that_cannot_serve_is_refused(models, bind, word):
+    with pytest.raises(ConfigError) as caught:
+        preflight(config(models / "moe", replay={"bind": bind}))
+    assert f"replay.bind={bind!r}" in str(caught.value)
+    assert word in str(caught.value)
+    assert "set replay.bind=tcp://127.0.0.1:*" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bind", "security"), [("localhost:*", "loopback"), ("tcp://[::1]:5555", "loopback"), ("tcp://*:5555", "none")]
+)
+def test_an_address_that_can_serve_passes(models, bind, security):
+    assert preflight(config(models / "moe", replay={"bind": bind, "security": security}))
+
+
+def test_a_run_folder_that_cannot_be_one_is_refused(models, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for wrong in ("file", "file/below", "link", "x" * 300, "nul\0"):
+        with pytest.raises(ConfigError, match=r"run\.dir='.*; set run\.dir to "):
+            preflight(config(models / "moe", run={"dir": f"{tmp_path}/{wrong}"}))
+    assert preflight(config(models / "moe", run={"dir": f"{tmp_path}/new/below"}))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]  # it makes nothing
+
+
+def test_a_run_folder_that_is_there_passes_unless_a_file_has_its_name(models, tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "f").write_text("")
+    assert preflight(config(models / "moe", run={"dir": str(tmp_path), "name": "r"}))
+    with pytest.raises(ConfigError, match=r"run\.dir='.*/f' is not a folder"):
+        preflight(config(models / "moe", run={"dir": str(tmp_path), "name": "f"}))

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from asyncrl.process import role_environment, start, stop_all
+from asyncrl.process import cause_in, role_environment, start, stop_all
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -77,8 +77,18 @@ def test_a_role_dies_with_a_killed_parent():
     assert wait_until(lambda: gone(pid), 10)
 
 
-def test_tail_of_a_log(tmp_path):
+def test_the_cause_is_the_roles_own_error_line_and_not_what_comes_after():
+    log = "x\n12:00 learner-0 ERROR asyncrl: TransportError: no take\nTraceback (most recent\nChildFailedError: banner"
+    assert cause_in(log) == "12:00 learner-0 ERROR asyncrl: TransportError: no take"
+
+
+def test_the_cause_is_the_last_traceback_before_torchruns():
+    log = "Traceback (a)\n  File x\nValueError: betas\nTraceback (b)\n run(args)\ntorch...ChildFailedError: see\n===="
+    assert cause_in(log).splitlines()[-1] == "ValueError: betas"
+
+
+def test_without_either_the_last_lines_stand_for_the_cause(tmp_path):
     code = "print(*range(40), sep=chr(10))"
     child = start("chatty", [sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
     child.process.wait(20)
-    assert child.tail(2) == "38\n39"
+    assert child.cause().splitlines()[-2:] == ["38", "39"]

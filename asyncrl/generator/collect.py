@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from asyncrl.errors import EngineError, RouteError
+from asyncrl.errors import RouteError, TrajectoryError
 from asyncrl.types import Completion, ModelInfo, Trajectory
 
 
@@ -49,18 +49,18 @@ def check_routes(completion: Completion, num_prompt: int, info: ModelInfo, owner
 
 
 def check_logprobs(completion: Completion, owner: str) -> None:
-    """Raises EngineError for log-probs with which nothing can have been sampled.
+    """Raises TrajectoryError for log-probs with which nothing can have been sampled.
 
     NaN means "missing" and passes (the learner uses ratio 1 there); -inf and positive values are
     refused, and so is a count that differs from the tokens'.
     """
     if len(completion.logprobs) != len(completion.token_ids):
-        raise EngineError(
+        raise TrajectoryError(
             f"{owner}: {len(completion.token_ids)} token ids but {len(completion.logprobs)} log-probs; refused, not cut"
         )
     bad = np.isinf(completion.logprobs) | (completion.logprobs > 1e-6)
     if bad.any():
-        raise EngineError(f"{owner}: log-prob {float(completion.logprobs[bad][0])} of a sampled token")
+        raise TrajectoryError(f"{owner}: log-prob {float(completion.logprobs[bad][0])} of a sampled token")
 
 
 def to_trajectory(
@@ -71,7 +71,7 @@ def to_trajectory(
     info: ModelInfo,
     full_routes: bool,
 ) -> Trajectory:
-    """One checked trajectory. Raises RouteError or EngineError naming it on any misalignment."""
+    """One checked trajectory. Raises RouteError or TrajectoryError naming it on any misalignment."""
     check_logprobs(completion, trajectory_id)
     n = len(completion.token_ids)
     mask = np.ones(n, bool)

@@ -12,8 +12,12 @@ import logging
 import signal
 import time
 import uuid
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import xxhash
 
 from asyncrl import wire
 from asyncrl.arrays import Buffer
@@ -21,14 +25,14 @@ from asyncrl.config import Config
 from asyncrl.engines.base import Engine
 from asyncrl.engines.probe import probe
 from asyncrl.engines.torch_engine import TorchEngine
-from asyncrl.errors import AsyncRLError, EngineError, RouteError, TaskError, TransportError, WeightSyncError, WireError
+from asyncrl.errors import RouteError, TaskError, TrajectoryError, TransportError, WeightSyncError, WireError
 from asyncrl.generator.busy import BusyLog
-from asyncrl.generator.sample import Sampler, held_tuple
+from asyncrl.generator.link import Link
+from asyncrl.generator.sample import MixedVersions, Sampler, held_tuple
+from asyncrl.models.describe import describe
 from asyncrl.tasks.base import read_stop_token_ids
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
-from asyncrl.transport.rendezvous import wait_for_address
-from asyncrl.transport.sockets import AsyncClient
 from asyncrl.types import ModelInfo, Version
 from asyncrl.weights import shm
 
@@ -38,18 +42,19 @@ TICK_S = 0.05
 HEARTBEAT_S = 1.0
 RESEND_S = 5.0
 MAX_LOAD_FAILURES = 3
+LOAD_RETRY_S = 1.0
+"""Long enough for a newer announcement, or for the Stop of a run that is over, to arrive first."""
 
 
 class Generator:
     """State of one generator process."""
 
-    def __init__(self, config: Config, client: AsyncClient, sampler: Sampler, generator_id: str) -> None:
-        self.config, self.client, self.sampler, self.id = config, client, sampler, generator_id
+    def __init__(self, config: Config, address_file: Path, sampler: Sampler, generator_id: str) -> None:
+        self.config, self.sampler, self.id = config, sampler, generator_id
         self.engine: Engine = sampler.engine
         self.boot = uuid.uuid4().hex
         self.stopped = asyncio.Event()
         self.wake = asyncio.Event()
-        self.welcomed = asyncio.Event()
         self.cause: BaseException | None = None
         self.target: tuple[Version, str] | None = None
         self.held: Version | None = None
@@ -58,67 +63,61 @@ class Generator:
         self.asked_at: float | None = None
         self.pause_until = 0.0
         self.busy = BusyLog()
-        self.load_failures = 0
+        self.load_failures, self.load_after = 0, 0.0
+        self.link = Link(address_file, generator_id.encode(), self._introduction, config.run.start_timeout_s)
         self.counters = {"groups": 0.0, "failed": 0.0, "reward_errors": 0.0, "cancelled": 0.0, "load_failures": 0.0}
 
     # --- the loop -------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Until replay says stop or a signal comes. Raises the first fatal error."""
-        await self._hello()
-        jobs = [
-            asyncio.create_task(self._guard(job()))
-            for job in (self._receive, self._lease, self._load, self._heartbeat, self._resend)
-        ]
+        await self.link.hello()
+        jobs = [self._spawn(job()) for job in (self._receive, self._lease, self._load, self._heartbeat, self._resend)]
         try:
             await self.stopped.wait()
         finally:
-            for task in [*jobs, *[t for _, t in self.running.values()]]:
+            tasks = [*jobs, *[t for _, t in self.running.values()]]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*jobs, *[t for _, t in self.running.values()], return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self.cause is not None:
             raise self.cause
 
-    async def _guard(self, job: object) -> None:
-        """A background job that fails ends the generator with its cause."""
-        try:
-            await job  # type: ignore[misc]
-        except asyncio.CancelledError:
-            raise
-        except AsyncRLError as exc:
+    def _spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A background task whose failure, of whatever kind, ends the generator with its cause."""
+        task = asyncio.create_task(job)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (exc := task.exception()) is not None:
             self._fail(exc)
 
     def _fail(self, exc: BaseException) -> None:
         self.cause = self.cause or exc
         self.stopped.set()
 
-    async def _hello(self) -> None:
+    def _introduction(self) -> wire.Hello:
         i = self.sampler.info
         held = held_tuple(self.held) if self.held is not None else None
-        hello = wire.Hello(
+        return wire.Hello(
             wire.SCHEMA, "generator", self.id, self.boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
             i.fingerprint, held,
         )  # fmt: skip
-        await self.client.send(wire.encode(hello))
 
     async def _receive(self) -> None:
         """Waits for messages of replay, at most a second at a time."""
         while True:
-            frames = await self.client.recv(1.0)
-            if frames is None:
-                continue
-            try:
-                message = wire.decode(frames)
-            except WireError as exc:
-                log.warning("refused a message: %s", exc)
-                continue
-            self._handle(message)
-            self.wake.set()
+            message = await self.link.next()
+            if message is not None:
+                self._handle(message)
+                self.wake.set()
 
     def _handle(self, message: wire.Message) -> None:
         match message:
             case wire.Welcome(newest=newest):
-                self.welcomed.set()
+                # A replay that was started again knows none of what it admitted before.
+                self.outbox = {k: (frames, 0.0, False) for k, (frames, _, _) in self.outbox.items()}
                 if newest is not None:
                     self._aim(Version(newest[0], newest[1]), newest[2])
             case wire.Refused(reason=reason):
@@ -169,7 +168,7 @@ class Generator:
             want = rows // self.config.algorithm.group_size
             if self.held is not None and want > 0 and self.asked_at is None and now >= self.pause_until:
                 self.asked_at = now
-                await self.client.send(wire.encode(wire.LeaseRequest(held_tuple(self.held), want, rows)))
+                await self.link.send(wire.encode(wire.LeaseRequest(held_tuple(self.held), want, rows)))
             # Not wait_for: on Python 3.11 it swallows a cancellation that meets its result.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S):
@@ -177,25 +176,23 @@ class Generator:
 
     def _start(self, lease: wire.LeaseMsg) -> None:
         if lease.lease_id not in self.running:
-            task = asyncio.create_task(self._work(lease))
+            task = self._spawn(self._work(lease))
             self.running[lease.lease_id] = (lease, task)
 
     async def _work(self, lease: wire.LeaseMsg) -> None:
         try:
             if lease.eval_id:
                 result = await self.sampler.evaluation(lease)
-                await self.client.send(wire.encode(result))
+                await self.link.send(wire.encode(result))
             else:
                 await self._push(lease)
-        except (RouteError, TaskError, WireError) as exc:
+        except (RouteError, TrajectoryError, TaskError, WireError, MixedVersions) as exc:
             # A group that cannot be scored or aligned goes back with its reason; nothing is cut to fit.
             log.warning("lease %s failed: %s", lease.lease_id, exc)
             self.counters["reward_errors" if isinstance(exc, TaskError) else "failed"] += 1
-            await self.client.send(
+            await self.link.send(
                 wire.encode(wire.Failed(lease.lease_id, lease.group_id, f"{type(exc).__name__}: {exc}"))
             )
-        except EngineError as exc:
-            self._fail(exc)
         finally:
             self.running.pop(lease.lease_id, None)
             self.wake.set()
@@ -205,7 +202,7 @@ class Generator:
         frames = wire.encode_group(group)
         self.outbox[group.group_id] = (frames, time.monotonic(), False)
         self.counters["groups"] += 1
-        await self.client.send(frames)
+        await self.link.send(frames)
 
     async def _resend(self) -> None:
         """Groups that replay has not admitted for RESEND_S are sent again."""
@@ -215,7 +212,7 @@ class Generator:
             for group_id, (frames, sent_at, admitted) in list(self.outbox.items()):
                 if not admitted and now - sent_at > RESEND_S:
                     self.outbox[group_id] = (frames, now, False)
-                    await self.client.send(frames)
+                    await self.link.send(frames)
 
     # --- weights and liveness -------------------------------------------------------------------
 
@@ -231,7 +228,7 @@ class Generator:
         deferred: float | None = None
         while True:
             await asyncio.sleep(TICK_S / 5)
-            if self.target is None:
+            if self.target is None or time.monotonic() < self.load_after:
                 continue
             if self._evaluating():
                 deferred = deferred or time.monotonic()
@@ -255,12 +252,13 @@ class Generator:
         log.warning("version %s was not loaded (%d in a row): %s", version, self.load_failures, exc)
         if self.load_failures >= MAX_LOAD_FAILURES:
             raise exc
+        self.load_after = time.monotonic() + LOAD_RETRY_S
         # A newer announcement may have come meanwhile, and may be why the old file is gone.
         if self.target is None:
             self.target = (version, source)
 
     async def _heartbeat(self) -> None:
-        """Samples the engine every tick and reports once a second; Hello until welcomed."""
+        """Samples the engine every tick and reports once a second; Hello until a version is held."""
         beat = 0.0
         while True:
             now = time.time()
@@ -268,52 +266,43 @@ class Generator:
             self.busy.sample(now, float(stats["busy_s"]))
             if now - beat >= HEARTBEAT_S:
                 beat = now
-                if not self.welcomed.is_set() or self.held is None:
+                if self.held is None:
                     # The answer names the newest version, so a missed announcement heals here.
-                    await self._hello()
+                    await self.link.hello()
                 else:
                     gauges = {k: float(v) for k, v in stats.items()} | self.counters
                     gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
                     beat_message = wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())
-                    await self.client.send(wire.encode(beat_message))
+                    await self.link.send(wire.encode(beat_message))
             await asyncio.sleep(TICK_S)
 
 
 async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInfo) -> None:
     """Build the parts of one generator, probe the engine, run until stopped, close everything."""
     model = config.generator.model or config.model.path
-    address = wait_for_address(run_dir / "replay.address", config.run.start_timeout_s)
     rows = config.generator.groups_in_flight * config.algorithm.group_size
     engine = TorchEngine(
         model, version=Version(0, -1), threads=config.generator.threads, max_rows=rows,
         seed=hash_seed(config.run.seed, generator_id),
     )  # fmt: skip
-    pool = RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s)
-    client = AsyncClient(address, generator_id.encode())
-    try:
-        stops = read_stop_token_ids(model)
-        sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, stops)
+    with contextlib.ExitStack() as stack:
+        stack.callback(engine.close)
+        pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
+        sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, read_stop_token_ids(model))
         await probe(engine, sampler.params())
-        generator = Generator(config, client, sampler, generator_id)
+        generator = Generator(config, run_dir / "replay.address", sampler, generator_id)
+        stack.callback(generator.link.close)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stopped.set)
         await generator.run()
-    finally:
-        client.close()
-        pool.close()
-        engine.close()
 
 
 def hash_seed(seed: int, generator_id: str) -> int:
     """Different generators sample differently; the same one repeats."""
-    import xxhash
-
     return int(xxhash.xxh3_64_intdigest(f"{seed}|{generator_id}".encode()) % 2**31)
 
 
 def run(config: Config, run_dir: Path, generator_id: str) -> None:
     """The generator role. Raises the error that ended it."""
-    from asyncrl.models.describe import describe
-
     asyncio.run(serve(config, run_dir, generator_id, describe(config.generator.model or config.model.path)))

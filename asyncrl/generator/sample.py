@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
-from asyncrl.errors import TaskError
+from asyncrl.errors import EngineError, TaskError
 from asyncrl.generator.collect import to_trajectory
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
 from asyncrl.types import Completion, Group, ModelInfo, Prompt, SamplingParams, Version
+
+
+class MixedVersions(EngineError):
+    """New weights came in the middle of an evaluation response, so it measures neither version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,10 @@ class Sampler:
         completions = await self.engine.generate(prompt.token_ids, 1, self.params(lease.greedy))
         (reward,) = await self._rewards(prompt, completions)
         done = completions[0]
-        version = min((s.version for s in done.segments), default=self.engine.version)
+        versions = {s.version for s in done.segments} or {self.engine.version}
+        if len(versions) > 1:
+            raise MixedVersions(f"evaluation response of versions {', '.join(map(str, sorted(versions)))}")
+        (version,) = versions
         answer = wire.EvalAnswer(
             prompt.prompt_id, lease.sample, lease.greedy, reward, len(done.token_ids), done.finish_reason
         )

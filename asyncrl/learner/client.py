@@ -6,11 +6,13 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from asyncrl import wire
 from asyncrl.arrays import Buffer
 from asyncrl.errors import TransportError
+from asyncrl.transport.rendezvous import wait_for_address
 from asyncrl.transport.sockets import Client
 from asyncrl.types import Group, ModelInfo, Version
 
@@ -33,21 +35,34 @@ class ReplayClient:
     Every request waits for its answer at most the given timeout and raises TransportError after.
     """
 
-    def __init__(self, address: str, rank: int, info: ModelInfo, timeout_s: float) -> None:
+    def __init__(self, file: Path, rank: int, info: ModelInfo, timeout_s: float) -> None:
+        """Waits for the address file and for replay's welcome, at most timeout_s each."""
         self._peer = f"learner-{rank}"
-        self._socket = Client(address, f"{self._peer}-{uuid.uuid4().hex[:8]}".encode())
+        self._file, self._address = file, wait_for_address(file, timeout_s)
+        self._identity = f"{self._peer}-{uuid.uuid4().hex[:8]}".encode()
+        self._socket = Client(self._address, self._identity)
         self._info = info
         self._timeout_s = timeout_s
         self._boot = uuid.uuid4().hex
         self.welcome = self._hello()
 
-    def _hello(self) -> wire.Welcome:
+    def _introduction(self) -> wire.Hello:
         i = self._info
-        hello = wire.Hello(
+        return wire.Hello(
             wire.SCHEMA, "learner", self._peer, self._boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
             i.fingerprint,
         )  # fmt: skip
-        message, _ = self._ask(hello, (wire.Welcome, wire.Refused), self._timeout_s)
+
+    def _follow(self) -> None:
+        """A file left by an earlier replay leads nowhere: connect to what it says now."""
+        address = self._file.read_text().strip() if self._file.is_file() else ""
+        if address and address != self._address:
+            self._socket.close()
+            self._address, self._socket = address, Client(address, self._identity)
+            self._socket.send(wire.encode(self._introduction()))
+
+    def _hello(self) -> wire.Welcome:
+        message, _ = self._ask(self._introduction(), (wire.Welcome, wire.Refused), self._timeout_s)
         if isinstance(message, wire.Refused):
             raise TransportError(f"replay refused the learner: {message.reason}")
         assert isinstance(message, wire.Welcome)
@@ -59,6 +74,7 @@ class ReplayClient:
         """Send until one of the answer kinds arrives. Waits for replay, at most timeout_s."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
+            self._follow()
             self._socket.send(wire.encode(request))
             resend = time.monotonic() + min(RESEND_S, left)
             while (wait := resend - time.monotonic()) > 0:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -24,7 +26,6 @@ from asyncrl.learner.step import Updater
 from asyncrl.learner.update import Outcome, TakeState, run_update, score_take
 from asyncrl.metrics.sink import Sink
 from asyncrl.models.describe import describe
-from asyncrl.transport.rendezvous import wait_for_address
 from asyncrl.types import Version
 from asyncrl.weights.shm import Publisher
 
@@ -44,8 +45,7 @@ class Learner:
         replay = config.algorithm.routes == "r3"
         self.policy = build_policy(m.path, m.dtype, m.attention, m.experts, s.logprob_chunk, replay, world)
         self.updater = Updater(self.policy, s, config.algorithm, world)
-        address = wait_for_address(run_dir / "replay.address", config.run.start_timeout_s)
-        self.client = ReplayClient(address, world.rank, self.info, config.run.start_timeout_s)
+        self.client = ReplayClient(run_dir / "replay.address", world.rank, self.info, config.run.start_timeout_s)
         self.sink = Sink(run_dir, tensorboard=config.logging.tensorboard) if world.is_writer else None
         keep = config.weights.keep_versions
         self.publisher = Publisher(run_dir / "weights", keep=keep) if world.is_writer else None
@@ -68,7 +68,8 @@ class Learner:
             )
             self.train_on(shard, time.monotonic() - started)
             self.take_id += 1
-        self.publish_if_due(final=True)
+        # The last version is for the last evaluation; nobody else would load it before it is removed.
+        self.publish_if_due(final=self.config.eval.every > 0)
         export(self.policy, self.config.model.path, self.run_dir / "model", self.world)
         if self.world.is_writer:
             self.client.done(self.update)
@@ -144,7 +145,7 @@ class Learner:
             self.published = u
             if self.world.is_writer:
                 self.client.published(version, source)
-        elif u - max(self.published, 0) > self.config.staleness.max_lag:
+        elif self.published < 0 or u - self.published > self.config.staleness.max_lag:
             raise TrainingError(f"no version could be published since update {self.published}; see the error above")
 
     def _record(self, used_at: int, outcome: Outcome, step_s: float, wait_s: float) -> None:
@@ -205,6 +206,9 @@ def run(config: Config, run_dir: Path) -> None:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     world = init_world(config.learner.collective_timeout_s)
+    if world.is_writer:
+        # Published versions and metrics are closed in order; other ranks may die at once.
+        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     learner = Learner(config, run_dir, world)
     try:
         learner.run()

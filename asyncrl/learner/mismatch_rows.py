@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 from numpy.typing import NDArray
 
+from asyncrl.algos.corrections import tis_weights
 from asyncrl.algos.mismatch import finalise, mismatch_sums
+from asyncrl.config import CorrectionSection
 from asyncrl.learner.batch import Row
 from asyncrl.learner.score import Scores
 from asyncrl.learner.table import Table
@@ -34,6 +37,26 @@ def mismatch_columns(rows: Sequence[Row], scores: Scores) -> dict[str, NDArray[n
         columns["entropy_sum"][index] = entropy.cpu().numpy()
     columns["abs_log_ratio"] = columns["abs"] / np.maximum(columns["count"], 1)
     return columns
+
+
+def tis_column(
+    rows: Sequence[Row], scores: Scores, old_logp: Sequence[Tensor], correction: CorrectionSection
+) -> NDArray[np.float64]:
+    """Sum of the TIS weights of every response's tokens [n]; NaN when there is no such correction."""
+    column = np.full(len(rows), np.nan)
+    if correction.kind != "tis":
+        return column
+    for part in scores.parts:
+        index = list(part.batch.index)
+        if not index:
+            continue
+        b = part.batch
+        old = torch.zeros_like(part.logp)
+        for j, i in enumerate(index):
+            old[j, : len(old_logp[i])] = old_logp[i].to(old)
+        weight = tis_weights(old, b.rollout_logp, b.predict_mask, cap=correction.cap, level=correction.level)
+        column[index] = weight.double().sum(dim=1).cpu().numpy()
+    return column
 
 
 def mismatch_of(table: Table, rows: NDArray[np.bool_]) -> dict[str, float]:

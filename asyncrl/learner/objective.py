@@ -27,16 +27,17 @@ class Totals(NamedTuple):
 
 @dataclass(slots=True)
 class LossSums:
-    """Sums over a rank's tokens for logging: loss (already normalised), clipped, kept, weight."""
+    """Sums over a rank's tokens for logging: the loss (already normalised) and the clipped tokens.
+
+    Rows without advantage contribute to neither, so it does not matter whether they were forwarded.
+    """
 
     loss: float = 0.0
     clipped: float = 0.0
-    kept: float = 0.0
-    weight: float = 0.0
 
     def vector(self) -> list[float]:
         """In a fixed order, for the reduction over ranks."""
-        return [self.loss, self.clipped, self.kept, self.weight]
+        return [self.loss, self.clipped]
 
 
 def batch_loss(
@@ -62,9 +63,7 @@ def batch_loss(
     if a.correction.kind == "tis":
         weight = tis_weights(old_logp, rollout_logp, mask, cap=a.correction.cap, level=a.correction.level)
         loss = loss * weight
-        sums.weight += float((weight * mask).sum())
     total = aggregate(loss, mask, a.aggregation, totals.tokens, totals.sequences, totals.constant)
     sums.loss += float(total.detach())
     sums.clipped += float(clip_fraction(logp.detach(), old, advantages, mask, a.eps_low, a.eps_high))
-    sums.kept += float(mask.sum())
     return total

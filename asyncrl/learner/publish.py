@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
@@ -46,6 +47,9 @@ def export(policy: Policy, model_path: str, directory: Path, world: World) -> No
     weights = host_copy(policy, world)
     if not world.is_writer:
         return
+    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise WeightSyncError(f"the policy is not exported: {broken[0]} is not finite")
     from safetensors.torch import save_file
 
     aside = directory.with_name(directory.name + ".part")

@@ -29,9 +29,9 @@ def update_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     out |= policy_scalars(outcome)
     out |= drift_scalars(outcome, info)
     out |= filter_scalars(outcome)
-    out |= mismatch_scalars(t, keep)
+    out |= mismatch_scalars(t, keep, np.asarray(outcome.would_drop, bool))
     out |= staleness_scalars(t)
-    out |= generator_scalars(t)
+    out |= generator_scalars(t, native_of(outcome))
     # A mean over nothing (no row dropped, no token of that lag) is left out rather than logged as NaN.
     undefined = {k for k, v in out.items() if math.isnan(v) and k not in _ALWAYS}
     return {k: v for k, v in out.items() if k not in undefined}
@@ -57,6 +57,7 @@ def histograms(outcome: Outcome) -> dict[str, NDArray[np.float64]]:
 def policy_scalars(outcome: Outcome) -> Scalars:
     """Reward, length, entropy, optimizer."""
     t, s = outcome.table, outcome.step
+    keep = np.asarray(outcome.keep, bool)
     groups: dict[str, list[float]] = {}
     for (_, group, _), reward in zip(t.names, t["reward"], strict=True):
         groups.setdefault(group, []).append(reward)
@@ -66,14 +67,14 @@ def policy_scalars(outcome: Outcome) -> Scalars:
         "policy/response_length": _mean(t["length"]),
         "policy/entropy": _ratio(t["entropy_sum"].sum(), t["tokens"].sum()),
         "policy/truncated_fraction": _mean(t["truncated"]),
-        "policy/clip_fraction": s.clip_fraction,
+        "policy/clip_fraction": _ratio(s.clipped, t["tokens"][keep].sum()),
         "policy/zero_variance_fraction": _ratio(flat, len(groups)),
         "policy/loss": s.loss,
         "policy/responses": float(len(t)),
         "policy/tokens": float(t["tokens"].sum()),
         "optim/grad_norm": s.grad_norm,
         "optim/lr": s.lr,
-        "mismatch/tis_weight_mean": s.weight_mean,
+        "mismatch/tis_weight_mean": _ratio(t["tis_weight"][keep].sum(), t["tokens"][keep].sum()),
     }
 
 
@@ -81,12 +82,12 @@ def drift_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     """Router drift of the batch: exact native drift where measured, in-pass drift under replay."""
     t = outcome.table
     out: Scalars = {}
-    drift = t["drift"]
     if not math.isnan(outcome.forced_fraction):
         out["r3/forced_fraction"] = outcome.forced_fraction
-        out["r3/in_pass_drift"] = _mean(drift[~np.isnan(drift)])
-        # Upstream layers were replayed, so the in-pass figure is not the native drift.
-        drift = t.columns.get("native_drift", np.full(len(t), np.nan))
+        out["r3/in_pass_drift"] = _mean(t["drift"][~np.isnan(t["drift"])])
+    drift = native_of(outcome)
+    if drift is None:
+        return out
     known = ~np.isnan(drift)
     values = drift[known]
     out["drift/undefined"] = float((~known).sum())
@@ -109,17 +110,26 @@ def drift_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     return out
 
 
+def native_of(outcome: Outcome) -> NDArray[np.float64] | None:
+    """Native drift [n], NaN where undefined; None on an update under replay that did not measure it.
+
+    Under replay the scoring pass has upstream layers replayed, so its drift is not the native one.
+    """
+    t = outcome.table
+    replayed = not math.isnan(outcome.forced_fraction)
+    return t.columns.get("native_drift") if replayed else t["drift"]
+
+
 def filter_scalars(outcome: Outcome) -> Scalars:
     """What the filter dropped (or would drop under observe), against what stayed."""
     t = outcome.table
     dropped = np.asarray(outcome.would_drop, bool)
     moot = np.asarray(outcome.advantages == 0) & dropped
-    n = len(t)
     out = {
         "filter/dropped": float((~np.asarray(outcome.keep, bool)).sum()),
-        "filter/dropped_fraction": _ratio(dropped.sum(), n),
+        "filter/dropped_fraction": _ratio(dropped.sum(), (~np.isnan(t["drift"])).sum()),
         # Dropping a response of a zero-variance group changes nothing.
-        "filter/effective_dropped_fraction": _ratio((dropped & ~_flat_rows(t)).sum(), n),
+        "filter/effective_dropped_fraction": _ratio((dropped & ~_flat_rows(t)).sum(), (~np.isnan(t["drift"])).sum()),
         "filter/zero_advantage_dropped": float(moot.sum()),
         "filter/carry": float(outcome.selection.carry),
         "filter/unfilled": float(outcome.selection.unfilled),
@@ -131,12 +141,15 @@ def filter_scalars(outcome: Outcome) -> Scalars:
     return out
 
 
-def mismatch_scalars(t: Table, keep: Mask) -> Scalars:
-    """KL estimates, F(tau) and effective sample size over kept responses, and their splits."""
+def mismatch_scalars(t: Table, keep: Mask, would_drop: Mask) -> Scalars:
+    """KL estimates, F(tau) and effective sample size over kept responses, and their splits.
+
+    The split by the filter is by what it chose, also where it only observes.
+    """
     kept = mismatch_of(t, keep)
     out = {f"mismatch/{k}": v for k, v in kept.items()}
     out["mismatch/missing_logprobs"] = float(t["missing"].sum())
-    for side, rows in (("kept", keep), ("filtered", ~keep)):
+    for side, rows in (("kept", ~would_drop), ("filtered", would_drop)):
         part = mismatch_of(t, rows)
         out[f"mismatch/{side}/kl_k1"] = part["kl_k1"]
         out[f"mismatch/{side}/kl_k3"] = part["kl_k3"]
@@ -171,14 +184,16 @@ def staleness_scalars(t: Table) -> Scalars:
     return out
 
 
-def generator_scalars(t: Table) -> Scalars:
+def generator_scalars(t: Table, native: NDArray[np.float64] | None) -> Scalars:
     """Drift and |log-ratio| per generator: how a bad one is found."""
     out: Scalars = {}
     names = np.asarray([n[2] for n in t.names])
     for g in sorted(set(names.tolist())):
         rows = names == g
-        drift, used = t["drift"][rows], t["tokens"][rows] > 0
-        out[f"generator/{g}/drift"] = _mean(drift[~np.isnan(drift)])
+        used = t["tokens"][rows] > 0
+        if native is not None:
+            drift = native[rows]
+            out[f"generator/{g}/drift"] = _mean(drift[~np.isnan(drift)])
         out[f"generator/{g}/abs_log_ratio"] = _mean(t["abs_log_ratio"][rows][used])
         out[f"generator/{g}/lag"] = _mean(t["lag"][rows][used])
         out[f"generator/{g}/responses"] = float(rows.sum())

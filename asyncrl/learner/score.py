@@ -90,8 +90,8 @@ def score(
 
 def native_drift(
     policy: Policy, rows: Sequence[Row], batches: Sequence[MicroBatch], info: ModelInfo, world: World
-) -> NDArray[np.float64]:
-    """Drift [n] from an extra no-grad pass on native routes (what replay cannot show)."""
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Drift [n] and by layer [n, L] from an extra no-grad pass on native routes (what replay cannot show)."""
     drift = np.full(len(rows), np.nan)
     layers = np.full((len(rows), len(info.layers)), np.nan)
     for cpu_batch in batches:
@@ -100,7 +100,7 @@ def native_drift(
             _, _, native = policy(batch)
         if native is not None and batch.index:
             fill_drift(drift, layers, rows, batch, native, info)
-    return drift
+    return drift, layers
 
 
 def fill_drift(

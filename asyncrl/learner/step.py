@@ -23,13 +23,15 @@ from asyncrl.types import ModelInfo
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """outcome: stepped, non_finite or filtered. grad_norm is before clipping, NaN when unknown."""
+    """outcome: stepped, non_finite or filtered. grad_norm is before clipping, NaN when unknown.
+
+    clipped counts the tokens outside the clip range.
+    """
 
     outcome: str
     grad_norm: float
     loss: float
-    clip_fraction: float
-    weight_mean: float
+    clipped: float
     lr: float
 
 
@@ -62,7 +64,7 @@ class Updater:
         tensor. A non-finite gradient anywhere makes every rank skip the step. A collective.
         """
         if totals.tokens <= 0:
-            return StepResult("filtered", math.nan, 0.0, math.nan, math.nan, self._set_lr(update))
+            return StepResult("filtered", math.nan, 0.0, 0.0, self._set_lr(update))
         sums = self.backward(rows, scores, old_logp, advantages, keep, totals, info)
         return self.apply(update, sums)
 
@@ -88,14 +90,14 @@ class Updater:
         lr = self._set_lr(update)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        loss, clipped, kept, weight = all_sum(sums.vector(), self._world)
+        loss, clipped = all_sum(sums.vector(), self._world)
         outcome = "non_finite"
         # The norm is global, so every rank takes the same branch.
         if math.isfinite(grad_norm) and math.isfinite(loss):
             self._optimizer.step()
             outcome = "stepped"
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(outcome, grad_norm, loss, clipped / max(kept, 1), weight / max(kept, 1), lr)
+        return StepResult(outcome, grad_norm, loss, clipped, lr)
 
     def _set_lr(self, update: int) -> float:
         s = self._settings

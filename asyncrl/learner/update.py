@@ -16,7 +16,7 @@ from asyncrl.algos.advantages import group_advantages, zero_variance
 from asyncrl.algos.select import Selection, select, select_outliers, select_random, unit_signal
 from asyncrl.config import AlgorithmSection, Config, RdcSection
 from asyncrl.learner.batch import Row
-from asyncrl.learner.mismatch_rows import mismatch_columns
+from asyncrl.learner.mismatch_rows import mismatch_columns, tis_column
 from asyncrl.learner.objective import Totals
 from asyncrl.learner.score import Scores, native_drift, plan, score
 from asyncrl.learner.shard import Policy, World, reshard
@@ -53,7 +53,7 @@ class TakeState:
 
 def score_take(policy: Policy, rows: Sequence[Row], config: Config, info: ModelInfo, world: World) -> TakeState:
     """pi_old of a whole take in one no-grad pass, used when a take makes several updates."""
-    scores = _score(policy, rows, [True] * len(rows), config, info, world)
+    scores = _score(policy, rows, [True] * len(rows), False, config, info, world)
     old = row_logprobs(rows, scores)
     reshard(policy)
     return TakeState({r.trajectory.trajectory_id: o for r, o in zip(rows, old, strict=True)})
@@ -80,10 +80,10 @@ def run_update(
     quiet = zero_variance(rewards, before.group_index)
     base = group_advantages(rewards, before.group_index, kind=a.advantage)
     silent = before.local(quiet & (base == 0)).tolist()
-    scores = _score(policy, rows, silent, config, info, world)
+    scores = _score(policy, rows, silent, config.learner.scoring == "auto", config, info, world)
     current = row_logprobs(rows, scores)
     old = current if state is None else [state.old_logp[r.trajectory.trajectory_id] for r in rows]
-    table = _scored_table(policy, rows, scores, update, before, config, info, world)
+    table = _scored_table(policy, rows, scores, old, update, before, config, info, world)
     selection, would_drop, keep = choose(table, a, update, carry)
     kept_only = keep if a.rdc.baseline == "retained" else None
     advantages = group_advantages(rewards, before.group_index, kind=a.advantage, keep=kept_only)
@@ -97,10 +97,16 @@ def run_update(
 
 
 def _score(
-    policy: Policy, rows: Sequence[Row], silent: Sequence[bool], config: Config, info: ModelInfo, world: World
+    policy: Policy,
+    rows: Sequence[Row],
+    silent: Sequence[bool],
+    fuse: bool,
+    config: Config,
+    info: ModelInfo,
+    world: World,
 ) -> Scores:
-    budget, fuse = config.learner.micro_batch_tokens, config.learner.scoring == "auto"
-    batches, fused = plan(rows, silent, info, budget, fuse and not all(silent), policy.replay, world)
+    budget = config.learner.micro_batch_tokens
+    batches, fused = plan(rows, silent, info, budget, fuse, policy.replay, world)
     return score(policy, rows, batches, fused, info, world)
 
 
@@ -108,6 +114,7 @@ def _scored_table(
     policy: Policy,
     rows: Sequence[Row],
     scores: Scores,
+    old: Sequence[Tensor],
     update: int,
     before: Table,
     config: Config,
@@ -116,11 +123,13 @@ def _scored_table(
 ) -> Table:
     columns = {k: v[before.start : before.start + before.count] for k, v in before.columns.items()}
     columns |= mismatch_columns(rows, scores)
+    columns["tis_weight"] = tis_column(rows, scores, old, config.algorithm.correction)
     columns["drift"] = scores.drift
-    columns |= {f"layer_{layer}": scores.layers[:, i] for i, layer in enumerate(info.layers)}
+    layers = scores.layers
     every = config.algorithm.native_drift_every
     if policy.replay and every and update % every == 0:
-        columns["native_drift"] = native_drift(policy, rows, [p.batch for p in scores.parts], info, world)
+        columns["native_drift"], layers = native_drift(policy, rows, [p.batch for p in scores.parts], info, world)
+    columns |= {f"layer_{layer}": layers[:, i] for i, layer in enumerate(info.layers)}
     return gather(row_names(rows), columns, world)
 
 

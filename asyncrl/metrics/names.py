@@ -33,7 +33,7 @@ NAMES: dict[str, str] = {
     "eval/response_length": "mean length of the sampled held-out responses",
     "eval/truncated_fraction": "share of the sampled held-out responses that ended at max_new_tokens",
     "eval/version": "update of the weights that were evaluated",
-    "eval/count": "held-out problems answered",
+    "eval/count": "held-out answers: problems x (samples, and one more where greedy decoding is on)",
     # optimisation
     "optim/grad_norm": "gradient norm before clipping, over all ranks",
     "optim/lr": "learning rate of this update",

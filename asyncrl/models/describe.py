@@ -26,6 +26,10 @@ _TOP_K = (
     "top_k_experts",
     "experts_per_token",
 )
+_LENGTHS = ("max_position_embeddings", "n_positions")
+MAX_LENGTH = 4096
+"""Longest prompt and response of the embedded engine, whatever the model was made for."""
+
 # Says how a model is run or was saved, not what it computes.
 _NOT_ARCHITECTURE = {
     "_name_or_path",
@@ -63,6 +67,17 @@ def describe(path: str | Path) -> ModelInfo:
     if vocab_size <= 0:
         raise ConfigError(f"{folder / 'config.json'}: no vocab_size")
     return ModelInfo(layers, num_experts if layers else 0, top_k, vocab_size, _fingerprint(folder, config))
+
+
+def max_length(path: str | Path) -> int:
+    """Longest prompt + response in tokens: what the model folder at path was made for, at most MAX_LENGTH.
+
+    Raises ConfigError naming the file.
+    """
+    config = _read_config(Path(path))
+    inner = config.get("text_config")
+    longest = _first(inner if isinstance(inner, dict) else {}, _LENGTHS) or _first(config, _LENGTHS)
+    return min(longest, MAX_LENGTH) if longest > 0 else MAX_LENGTH
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

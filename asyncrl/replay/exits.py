@@ -71,16 +71,14 @@ class Exits:
         """Lease the prompt again, unless it had all its attempts."""
         if entry.attempt >= self.limits.max_attempts:
             log.warning("group %s dropped after %d attempts", entry.group_id, entry.attempt)
-            self.drop(entry, "max_attempts", None)
+            self.drop(entry, "max_attempts")
         else:
             self.ledger.move(entry, State.PENDING)
 
-    def drop(self, entry: Entry, reason: str, d: GroupDigest | None) -> None:
+    def drop(self, entry: Entry, reason: str) -> None:
         """Give a prompt up for good."""
         self.tally.count(reason)
         self.tally.drop(entry.group_id, reason)
-        if d is not None:
-            self.tally.leave_out(d, self.clock.update)
         self.ledger.resolve(entry)
 
     def resolve(self, entry: Entry) -> None:

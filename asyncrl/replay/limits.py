@@ -59,9 +59,14 @@ def limits_of(config: Config, group_bytes: int = 0) -> Limits:
 def group_bytes(config: Config, model: ModelInfo, prompts: Sequence[Prompt]) -> int:
     """Payload of the largest group that can be expected: every response as long as allowed.
 
-    Two version segments per response; the longest of the first 256 prompts stands for all.
+    The longest of the first 256 prompts stands for all.
     """
-    prompt = max((len(prompts[i].token_ids) for i in range(min(256, len(prompts)))), default=0)
+    longest = max((len(prompts[i].token_ids) for i in range(min(256, len(prompts)))), default=0)
+    return largest_group_bytes(config, model, longest)
+
+
+def largest_group_bytes(config: Config, model: ModelInfo, prompt: int) -> int:
+    """As `group_bytes`, for a prompt of that many tokens. Two version segments per response."""
     tokens = config.sampling.max_new_tokens
     response = tokens * (4 + 4 + 1)  # ids, log-probs, loss mask
     response += 2 * len(model.layers) * model.num_experts * (2 if tokens <= 65535 else 4)

@@ -209,7 +209,7 @@ class ReplayQueue:
         flat = self.limits.zero_variance == "refill" and d.zero_variance
         if flat or not d.versions:
             self._exits.cancel(entry, but=d.attempt)
-            self._exits.drop(entry, "zero_variance" if d.versions else "no_tokens", d)
+            self._exits.drop(entry, "zero_variance" if d.versions else "no_tokens")
             return Put("resolved", "zero_variance" if d.versions else "no_tokens")
         return None
 
@@ -285,7 +285,6 @@ class ReplayQueue:
                 self.tally.train(entry.digest, used_at, self.limits.max_lag)
             else:
                 self.tally.count("skipped")
-                self.tally.leave_out(entry.digest, used_at)
             done.append(Committed(used_at, self.clock.epoch, group_id, entry.digest.generator_id, outcome))
             self._exits.resolve(entry)
         self.clock.advance(update)

@@ -6,6 +6,7 @@ seeds share items; all sets here come from disjoint index ranges, and the texts 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Container, Iterator
 from pathlib import Path
@@ -23,9 +24,9 @@ _HELD_OUT_RANGE = 0
 _TRAIN_RANGE = 2**30
 _DEMONSTRATION_RANGE = 2**31
 
-# Repeats are redrawn. 64 draws per wanted item cover all but e^-64 of a set whose members are
-# equally likely; a set that is still short then is nearly exhausted.
-_DRAWS_PER_ITEM = 64
+# Repeats are redrawn. A draw costs about 15 us, so this is half a minute; a set that needs more is
+# nearly exhausted or too large to be drawn at every start.
+_MAX_DRAWS = 2**21
 
 
 def build(task: ChainSumTask, tokenizer_dir: str | Path) -> Task:
@@ -40,6 +41,21 @@ def build(task: ChainSumTask, tokenizer_dir: str | Path) -> Task:
     )
 
 
+def longest_prompt(task: ChainSumTask) -> int:
+    """Characters of the longest expression, and so a bound on its tokens: terms, signs, `=`."""
+    return task.max_terms * (task.digits + 1)
+
+
+def check_sizes(task: ChainSumTask) -> None:
+    """Raise TaskError naming task.train_size or task.eval_size when so many expressions cannot be drawn.
+
+    Draws nothing: a draw picks a number of terms, then one of its n expressions evenly, so d draws
+    find n (1 - exp(-d p / n)) of them in expectation, p the share of that number of terms.
+    """
+    held_out = _expect("task.eval_size", task.eval_size, _expressions(task, task.eval_min_terms), {})
+    _expect("task.train_size", task.train_size, _expressions(task, task.min_terms), held_out)
+
+
 def build_items(task: ChainSumTask) -> tuple[list[Item], list[Item]]:
     """(training items, held-out items): unique texts, none shared.
 
@@ -47,6 +63,7 @@ def build_items(task: ChainSumTask) -> tuple[list[Item], list[Item]]:
     so accuracies of runs with other training sets stay comparable. Raises TaskError naming
     task.train_size or task.eval_size when there are too few different expressions.
     """
+    check_sizes(task)
     held_out = _distinct(
         _draw(task, _HELD_OUT_RANGE, task.eval_min_terms), task.eval_size, frozenset(), "task.eval_size"
     )
@@ -84,16 +101,43 @@ def _draw(task: ChainSumTask, start: int, min_terms: int) -> Iterator[Item]:
         yield Item(entry["metadata"]["expression"].replace(" ", "") + "=", entry["answer"])
 
 
+def _expressions(task: ChainSumTask, min_terms: int) -> dict[int, int]:
+    """Number of terms -> number of different expressions."""
+    numbers = 10 if task.digits == 1 else 9 * 10 ** (task.digits - 1)
+    return {terms: numbers**terms * 2 ** (terms - 1) for terms in range(min_terms, task.max_terms + 1)}
+
+
+def _expect(key: str, count: int, sizes: dict[int, int], taken: dict[int, float]) -> dict[int, float]:
+    """Expressions by number of terms among the first `count` different ones outside `taken`."""
+
+    def found(draws: int) -> dict[int, float]:
+        left = {terms: size - taken.get(terms, 0.0) for terms, size in sizes.items()}
+        return {t: left[t] * -math.expm1(-draws / (len(sizes) * sizes[t])) for t in sizes}
+
+    low, high = 0, _MAX_DRAWS
+    most = sum(found(high).values())
+    if most < count - 0.5:
+        raise _too_few(key, count, round(most))
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if sum(found(middle).values()) >= count - 0.5 else (middle + 1, high)
+    return found(low)
+
+
+def _too_few(key: str, count: int, found: int) -> TaskError:
+    return TaskError(
+        f"{key}={count}: only {found} different chain_sum expressions are found in {_MAX_DRAWS} draws; "
+        f"lower {key} or raise task.max_terms or task.digits"
+    )
+
+
 def _distinct(source: Iterator[Item], count: int, taken: Container[str], key: str) -> list[Item]:
     """The first `count` items with different texts outside `taken`, in the order drawn."""
     found: dict[str, Item] = {}
-    for _ in range(count * _DRAWS_PER_ITEM):
+    for _ in range(2 * _MAX_DRAWS):  # `check_sizes` judges by the mean; a draw may be unlucky
         item = next(source)
         if item.text not in taken:
             found.setdefault(item.text, item)
         if len(found) == count:
             return list(found.values())
-    raise TaskError(
-        f"{key}={count}: only {len(found)} different chain_sum expressions were found in "
-        f"{count * _DRAWS_PER_ITEM} draws; lower {key} or raise task.max_terms or task.digits"
-    )
+    raise _too_few(key, count, len(found))

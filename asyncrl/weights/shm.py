@@ -22,7 +22,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import Version
-from asyncrl.weights.place import place, remove
+from asyncrl.weights.place import hold, place, remove, sweep
 
 _MAGIC = b"ARLWGT01"
 _TAIL = struct.Struct("<QQ8s")
@@ -72,6 +72,8 @@ class Publisher:
             raise WeightSyncError(f"keep {keep} must be at least 1: the version being announced would vanish")
         self._keep = keep
         self.directory = place(directory)
+        self._lock = hold(self.directory)
+        sweep()
         for stale in self.directory.glob("*.part"):
             stale.unlink(missing_ok=True)
 
@@ -104,6 +106,9 @@ class Publisher:
     def close(self) -> None:
         """Remove every version and the directory. Safe to call twice."""
         remove(self.directory)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
 
 def read(source: str, version: Version) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from asyncrl.errors import EngineError, RouteError
+from asyncrl.errors import RouteError, TrajectoryError
 from asyncrl.generator.busy import BusyLog
 from asyncrl.generator.collect import count_routes, to_trajectory
 from asyncrl.types import Completion, ModelInfo, Segment, Version
@@ -80,13 +80,13 @@ def test_width_of_ids_comes_from_the_model_and_not_from_the_values():
 
 
 def test_one_log_prob_too_many_is_refused_not_cut():
-    with pytest.raises(EngineError, match="4 token ids but 5 log-probs"):
+    with pytest.raises(TrajectoryError, match="4 token ids but 5 log-probs"):
         make(completion(logprobs=-np.ones(5, np.float32)))
 
 
 @pytest.mark.parametrize("bad", [-np.inf, 0.3])
 def test_impossible_log_prob_is_refused(bad):
-    with pytest.raises(EngineError, match="log-prob"):
+    with pytest.raises(TrajectoryError, match="log-prob"):
         make(completion(logprobs=np.array([-1, bad, -1, -1], np.float32)))
 
 

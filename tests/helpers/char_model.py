@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from warm_start import Recipe, make_model, save, train
+
 from asyncrl.config import ChainSumTask
 from asyncrl.tasks.chain_sum import demonstrations
-from warm_start import Recipe, make_model, save, train
 
 
 def save_char_model(folder: Path, steps: int = 200, seed: int = 0) -> Path:

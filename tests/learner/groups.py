@@ -49,7 +49,7 @@ def make_trajectory(
 def make_groups(
     info: ModelInfo, num_groups: int, group_size: int, seed: int, max_tokens: int = 12, version: int = 0
 ) -> list[Group]:
-    """Groups of random lengths 1..max_tokens and random 0/1 rewards."""
+    """Groups of random lengths 1..max_tokens and random 0/1 rewards; every third has equal rewards."""
     rng = np.random.default_rng(seed)
     groups = []
     for g in range(num_groups):
@@ -58,7 +58,7 @@ def make_groups(
         trajectories = tuple(
             make_trajectory(
                 f"0/p{g}#0.{i}", p, int(rng.integers(1, max_tokens + 1)), info, rng, ((version, 10**9),),
-                float(rng.integers(0, 2)),
+                1.0 if g % 3 == 2 else float(rng.integers(0, 2)),
             )
             for i in range(group_size)
         )  # fmt: skip

@@ -24,6 +24,9 @@ SPECS = {
         "overrides": [*FP64, "algorithm.rdc.baseline=retained", "algorithm.rdc.normalize=retained",
                       "algorithm.aggregation=sequence_mean"],
     },
+    "behaviour_split": {"overrides": [*FP64, "algorithm.ratio=behaviour", "algorithm.correction.kind=none",
+                                      "algorithm.dual_clip=3.0", "algorithm.advantage=rloo",
+                                      "learner.micro_batch_tokens=40"]},
     "behaviour": {"overrides": [*FP64, "algorithm.ratio=behaviour", "algorithm.correction.kind=none",
                                 "algorithm.dual_clip=3.0", "algorithm.advantage=rloo"]},
 }  # fmt: skip
@@ -97,6 +100,14 @@ def test_other_objectives_agree_too(runs, name):
     assert_same_results(runs[1][name], runs[2][name])
     assert weight_gap(runs[1][name], runs[2][name]) < 1e-9
     assert weight_gap(runs[1][name], runs[1]["native"]) > 1e-9
+
+
+def test_clipped_tokens_are_counted_alike_however_the_batch_is_split(runs):
+    """Rows without advantage are forwarded by one way of scoring and not by the other."""
+    whole, split = runs[1]["behaviour"], runs[2]["behaviour_split"]
+    assert_same_results(whole, split)
+    assert all(0 < r["scalars"]["policy/clip_fraction"] < 1 for r in whole["results"])
+    assert any(r["scalars"]["policy/zero_variance_fraction"] > 0 for r in whole["results"])
 
 
 def test_separate_scoring_with_small_micro_batches_gives_the_fused_numbers(runs):

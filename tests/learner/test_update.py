@@ -203,8 +203,8 @@ def test_several_updates_of_a_take_use_the_policy_of_its_start_and_clip(model_di
     state = score_take(policy, rows_of(groups, 0, 0, info), config, info, world)
     first = go(config, policy, updater, groups[:1], world, model_dir, state=state)
     second = go(config, policy, updater, groups[1:], world, model_dir, update=1, state=state)
-    assert first.step.clip_fraction == 0
-    assert second.step.clip_fraction > 0
+    assert first.step.clipped == 0
+    assert second.step.clipped > 0
 
 
 @pytest.mark.parametrize("mode", ["observe", "off"])

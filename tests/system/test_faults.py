@@ -79,6 +79,23 @@ def test_a_killed_generator_is_replaced_and_its_leases_come_back(start_run):
     assert_clean(run)
 
 
+def test_the_cause_of_a_learners_failure_is_shown_and_not_torchruns_banner(start_run):
+    run = start_run("cause", **{"generator.count": 0, "learner.take_timeout_s": 10, "replay.heartbeat_timeout_s": 5})
+    assert run.wait(90) == 1
+    shown = " ".join(run.output.read_text().split())
+    assert "no take for update 0 within 10 s" in shown
+    assert "0 generators alive" in shown
+    assert "ChildFailedError" not in shown
+
+
+def test_two_runs_of_one_name_at_the_same_instant_get_their_own_folders(start_run):
+    one, two = (start_run("same", **{"learner.updates": 1, "eval.every": 0}) for _ in range(2))
+    assert one.wait() == 0, one.text()
+    assert two.wait() == 0, two.text()
+    for name in ("same", "same-2"):
+        assert len((one.folder.parent / name / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 def test_bad_settings_are_refused_before_anything_starts(tmp_path, char_model):
     import sys
 

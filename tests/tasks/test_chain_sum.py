@@ -10,7 +10,7 @@ import pytest
 from asyncrl import tasks
 from asyncrl.config import ChainSumTask
 from asyncrl.errors import TaskError
-from asyncrl.tasks.chain_sum import build_items, demonstrations
+from asyncrl.tasks.chain_sum import build_items, check_sizes, demonstrations, longest_prompt
 
 SMALL = ChainSumTask(train_size=200, eval_size=40)
 
@@ -83,6 +83,33 @@ def test_digits_are_those_asked_for() -> None:
 def test_too_few_different_items_are_refused_by_key(task: ChainSumTask, key: str) -> None:
     with pytest.raises(TaskError, match=key):
         build_items(task)
+
+
+@pytest.mark.parametrize(
+    ("task", "found"),
+    [
+        # 200 two-term and 4000 three-term expressions; 400 of the latter are held out.
+        (ChainSumTask(max_terms=3, train_size=3801), 3800),
+        # Many exist, but they are not found in reasonable time: 4 numbers of terms, 2^19 draws each.
+        # 200 + (4000 - 132) + (80_000 * (1 - e^-6.55) - 134) + 1_600_000 * (1 - e^-0.3277) - 134 = 530 800.
+        (ChainSumTask(train_size=10**9), 530_800),
+    ],
+)
+def test_a_set_that_cannot_be_drawn_is_refused_before_any_draw(task: ChainSumTask, found: int) -> None:
+    with pytest.raises(TaskError, match=f"task.train_size={task.train_size}: only ") as caught:
+        check_sizes(task)
+    (number,) = re.findall(r"only (\d+)", str(caught.value))
+    assert abs(int(number) - found) < 100
+
+
+def test_a_set_that_takes_all_there_is_can_be_drawn() -> None:
+    train, held_out = build_items(ChainSumTask(min_terms=3, max_terms=3, train_size=100, eval_size=3900))
+    assert len({i.text for i in [*train, *held_out]}) == 10**3 * 2**2
+
+
+def test_no_prompt_is_longer_than_its_bound() -> None:
+    task = ChainSumTask(min_terms=4, max_terms=4, digits=2, train_size=20, eval_size=4)
+    assert {len(i.text) for i in build_items(task)[0]} == {longest_prompt(task)} == {12}  # 10+20-30+40=
 
 
 def test_demonstrations_hold_no_held_out_expression() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.types import Version
-from asyncrl.weights.place import directory_of, remove
+from asyncrl.weights.place import directory_of, remove, sweep
 from asyncrl.weights.shm import Publisher, read
 
 
@@ -37,3 +37,22 @@ def test_other_directories_and_foreign_files_stay(tmp_path: Path) -> None:
 def test_place_loads_no_torch() -> None:
     code = "import sys; import asyncrl.weights.place; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_later_publisher_sweeps_the_folder_of_a_killed_one_and_no_other(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from asyncrl.weights.shm import Publisher; from asyncrl.types import Version; "
+        "p = Publisher(sys.argv[1]); p.publish(Version(0, 0), [('a', torch.ones(1))]); print(p.directory, flush=True); "
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "killed")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder not in sweep()
+        assert (folder / "0.0.weights").exists()
+        process.kill()
+        process.wait(20)
+        assert (folder / "0.0.weights").exists()
+        Publisher(tmp_path / "next").close()
+    assert not folder.exists()

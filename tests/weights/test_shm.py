@@ -13,6 +13,7 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import Version
+from asyncrl.weights.place import directory_of
 from asyncrl.weights.shm import Publisher, read
 
 V1, V2, V3 = Version(0, 1), Version(0, 2), Version(1, 2)
@@ -54,10 +55,10 @@ def test_files_lie_in_shared_memory_where_there_is_one(publisher: Publisher, tmp
     if Path("/dev/shm").is_dir():
         assert publisher.directory.parent == Path("/dev/shm")
         assert not (tmp_path / "weights").exists()
-    again = Publisher(tmp_path / "weights")
-    assert again.directory == publisher.directory
-    assert Publisher(tmp_path / "other").directory != publisher.directory
-    Publisher(tmp_path / "other").close()
+    assert directory_of(tmp_path / "weights") == publisher.directory
+    other = Publisher(tmp_path / "other")
+    assert other.directory != publisher.directory
+    other.close()
 
 
 def test_only_the_newest_versions_stay_but_readers_keep_theirs(publisher: Publisher) -> None:
@@ -178,6 +179,11 @@ def test_close_removes_the_directory_and_may_be_repeated(tmp_path: Path) -> None
 def test_left_over_parts_of_a_killed_publisher_are_cleaned(publisher: Publisher, tmp_path: Path) -> None:
     kept = publisher.publish(V1, weights().items())
     (publisher.directory / "0.2.123.part").write_bytes(b"half")
+    with pytest.raises(WeightSyncError, match="has a publisher already"):
+        Publisher(tmp_path / "weights")
+    # What the kernel does with the lock of a process that dies.
+    os.close(publisher._lock)
+    publisher._lock = -1
     successor = Publisher(tmp_path / "weights")
     assert files(successor) == ["0.1.weights"]
     assert same(read(kept, V1), weights())
