@@ -21,18 +21,16 @@ RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 DEPS := pyproject.toml constraints.txt
 
-# What `make test` leaves out: these need minutes, a server or a device.
-DEFAULT := not slow and not system and not sglang and not gpu
+# What `make test-fast` runs: the units without a model to train or to sample.
 FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/transport tests/test_*.py)
 
-.PHONY: help quickstart model test test-fast test-long check format docs clean
+.PHONY: help quickstart model test test-fast check format docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart  install, build the small model once, train it asynchronously on this CPU"
-	@echo "make test        install and run the tests"
+	@echo "make test        install and run all tests, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
-	@echo "make test-long   the slow and whole-run tests"
 	@echo "make check       ruff, format and types, as CI runs them"
 	@echo "make format      rewrite the code in the house format"
 	@echo "make docs        write the generated pages of docs/ again"
@@ -60,13 +58,10 @@ quickstart: $(RUNTIME) model
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: $(DEV)
-	$(PY) -m pytest -m "$(DEFAULT)" $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-fast: $(DEV)
-	$(PY) -m pytest -m "$(DEFAULT)" $(FAST) $(PYTEST_ARGS)
-
-test-long: $(DEV) model
-	$(PY) -m pytest -m "slow or system" $(PYTEST_ARGS)
+	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
 
 check: $(DEV)
 	tools/check

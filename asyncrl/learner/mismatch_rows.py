@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 from numpy.typing import NDArray
+from torch import Tensor
 
 from asyncrl.algos.corrections import tis_weights
 from asyncrl.algos.mismatch import finalise, mismatch_sums

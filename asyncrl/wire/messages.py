@@ -1,0 +1,256 @@
+"""Messages: their structs, and messages to frames and back. Groups are in wire.groups.
+
+A message is `[kind, header, buffer, buffer, ...]`: kind is a short ASCII word, header is msgpack
+(array-like msgspec structs) and every buffer is the raw bytes of one array whose dtype and shape
+stand in the header. Nothing received is unpickled or evaluated, and no array is copied on decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.arrays import Buffer
+from asyncrl.errors import WireError
+from asyncrl.types import ModelInfo
+
+SCHEMA = 1
+"""Raised with every change of a struct below; peers with another number are refused."""
+
+
+class Struct(msgspec.Struct, array_like=True, gc=False):
+    """Base of everything on the wire: fields by position, no names."""
+
+
+class PromptMsg(Struct):
+    """A Prompt without its token ids, which travel as a buffer or as a short list."""
+
+    prompt_id: str
+    token_ids: list[int]
+    text: str
+    answer: str
+    source: str
+
+
+class LeaseMsg(Struct):
+    """One leased prompt. eval_id is empty for training; greedy and sample only matter there."""
+
+    lease_id: str
+    group_id: str
+    attempt: int
+    prompt: PromptMsg
+    deadline_s: float
+    eval_id: str = ""
+    greedy: bool = False
+    sample: int = 0
+
+
+class Hello(Struct, tag="hello"):
+    """First message of every peer, and again after silence. role: generator or learner."""
+
+    schema: int
+    role: str
+    peer_id: str
+    boot_id: str
+    layers: list[int]
+    num_experts: int
+    top_k: int
+    vocab_size: int
+    fingerprint: str
+    held: tuple[int, int] | None = None
+
+
+class Welcome(Struct, tag="welcome"):
+    """Reply to Hello. newest is (epoch, update, source) of the newest published version."""
+
+    epoch: int
+    update: int
+    newest: tuple[int, int, str] | None
+
+
+class Refused(Struct, tag="refused"):
+    """Reply to a peer that may not take part, with the reason and remedy."""
+
+    reason: str
+
+
+class LeaseRequest(Struct, tag="lease"):
+    """A generator asks for up to `want` groups, or `rows` evaluation responses, holding a version."""
+
+    held: tuple[int, int]
+    want: int
+    rows: int = 0
+
+
+class Leases(Struct, tag="leases"):
+    """Leased prompts, and when there are fewer than asked: why (idle)."""
+
+    leases: list[LeaseMsg]
+    idle: str = ""
+
+
+class Heartbeat(Struct, tag="heartbeat"):
+    """A generator is alive; gauges are floats by name (time, tokens, busy_s, in_flight, ...).
+
+    busy lists the wall-clock intervals (seconds since the epoch) in which it generated.
+    """
+
+    held: tuple[int, int]
+    gauges: dict[str, float]
+    busy: list[tuple[float, float]] = []
+
+
+class EvalAnswer(Struct):
+    """One scored held-out response."""
+
+    prompt_id: str
+    sample: int
+    greedy: bool
+    reward: float
+    length: int
+    finish_reason: str
+
+
+class EvalResult(Struct, tag="eval_result"):
+    """Scored held-out responses of one evaluation, all sampled under `version`."""
+
+    eval_id: str
+    version: tuple[int, int]
+    answers: list[EvalAnswer]
+
+
+class Failed(Struct, tag="failed"):
+    """A generator gives a lease back with the reason; replay counts and re-leases it."""
+
+    lease_id: str
+    group_id: str
+    reason: str
+
+
+class Ack(Struct, tag="ack"):
+    """admitted: in the queue (or already known). resolved: committed, evicted or dropped; forget it."""
+
+    admitted: list[str]
+    resolved: list[str]
+
+
+class Cancel(Struct, tag="cancel"):
+    """These leases can no longer be used; stop sampling them."""
+
+    lease_ids: list[str]
+
+
+class NewVersion(Struct, tag="new_version"):
+    """A complete and verified version may be loaded from source."""
+
+    epoch: int
+    update: int
+    source: str
+
+
+class Stop(Struct, tag="stop"):
+    """The run is over."""
+
+    reason: str
+
+
+class Take(Struct, tag="take"):
+    """A learner rank asks for its shard of take `take_id`; idempotent."""
+
+    take_id: int
+    update: int
+    rank: int
+    world: int
+
+
+class TakeReply(Struct, tag="take_reply"):
+    """Header of a shard. Group frames follow: one header buffer and its arrays per group.
+
+    ready is False while the queue has too little (waiting says what is missing). batch[i] is the
+    batch of group i, 0..M-1; bounds[m] is the lowest update whose tokens may train in batch m.
+    frames[i] counts the buffers of group i.
+    """
+
+    take_id: int
+    ready: bool
+    waiting: str
+    batch: list[int]
+    bounds: list[int]
+    frames: list[int]
+
+
+class Commit(Struct, tag="commit"):
+    """Rank 0 resolves the groups of one batch; update is its clock after it. outcome: trained or skipped."""
+
+    take_id: int
+    update: int
+    outcome: str
+    group_ids: list[str]
+
+
+class Published(Struct, tag="published"):
+    """The learner published a version; replay tells the generators."""
+
+    epoch: int
+    update: int
+    source: str
+
+
+class Status(Struct, tag="status"):
+    """Ask for the replay's gauges and counters."""
+
+    reset: bool = False
+
+
+class StatusReply(Struct, tag="status_reply"):
+    """JSON-like state of the queue: counters since start, gauges now, finished evaluations."""
+
+    state: dict[str, Any]
+
+
+class Done(Struct, tag="done"):
+    """The learner made its last update; replay finishes evaluations, then stops the generators."""
+
+    update: int
+
+
+Message = (
+    Hello | Welcome | Refused | LeaseRequest | Leases | Heartbeat | EvalResult | Failed | Ack | Cancel
+    | NewVersion | Stop | Take | TakeReply | Commit | Published | Status | StatusReply | Done
+)  # fmt: skip
+
+MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message, *buffers: Buffer) -> list[Buffer]:
+    """Message to frames; buffers follow as they are."""
+    return [b"msg", encoder.encode(message), *buffers]
+
+
+def kind(frames: Sequence[Buffer]) -> str:
+    """First frame as a word: "msg" or "group". Raises WireError on anything else."""
+    if len(frames) < 2:
+        raise WireError(f"a message has at least 2 frames, got {len(frames)}")
+    word = bytes(frames[0]) if len(frames[0]) <= 16 else b"?"
+    if word not in (b"msg", b"group"):
+        raise WireError(f"unknown kind {word!r}; this peer speaks schema {SCHEMA}")
+    return word.decode()
+
+
+def decode(frames: Sequence[Buffer]) -> Message:
+    """Frames to a message (trailing buffers are left to the caller). Raises WireError."""
+    if kind(frames) != "msg":
+        raise WireError(f"expected a message, got {kind(frames)!r}")
+    try:
+        return _decoder.decode(frames[1])
+    except MALFORMED as exc:
+        raise WireError(f"malformed header of {len(frames[1])} bytes: {exc}") from exc
+
+
+def model_of(hello: Hello) -> ModelInfo:
+    """The model a peer announced."""
+    return ModelInfo(tuple(hello.layers), hello.num_experts, hello.top_k, hello.vocab_size, hello.fingerprint)
