@@ -14,9 +14,14 @@ import typer
 from asyncrl.config import Config, load_config, save_config, to_yaml
 from asyncrl.errors import AsyncRLError, ConfigError
 
+HELP = "Asynchronous RL for Mixture-of-Experts policies. Try: asyncrl run configs/quickstart.yaml"
+
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False, rich_markup_mode=None
+    add_completion=False, no_args_is_help=True, help=HELP, pretty_exceptions_enable=False, rich_markup_mode=None
 )
+
+keys = typer.Typer(no_args_is_help=True, help="Make keys for replay.security=curve; allow and revoke clients.")
+app.add_typer(keys, name="keys")
 
 Arguments = Annotated[
     list[str],
@@ -100,7 +105,7 @@ def learn(arguments: Arguments) -> None:
     if "RANK" not in os.environ:
         # Alone, it is its own torchrun with learner.ranks ranks.
         ranks = ["--standalone", "--nproc-per-node", str(config.learner.ranks)]
-        command = [sys.executable, "-m", "torch.distributed.run", *ranks, "-m", "asyncrl", "learn", *arguments]
+        command = [sys.executable, "-m", "asyncrl.launcher", *ranks, "-m", "asyncrl", "learn", *arguments]
         os.execv(sys.executable, command)
     _role(f"learner-{os.environ['RANK']}")
     run_dir = _prepare(config)
@@ -118,6 +123,57 @@ def config(arguments: Arguments) -> None:
     info = preflight(resolved)
     print(to_yaml(resolved), end="")
     print(f"# model: MoE layers {list(info.layers)}, {info.num_experts} experts, top-{info.top_k}")
+
+
+KeyFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The key folder: replay.keys.")]
+
+
+@keys.command("new")
+def keys_new(
+    directory: KeyFolder,
+    client: Annotated[
+        list[str] | None, typer.Option(help="Name of a client; may be given several times; default: client.")
+    ] = None,
+    server: Annotated[
+        Path | None, typer.Option(help="A server.pub: make a client's folder that pins this server.")
+    ] = None,
+) -> None:
+    """Make a server key pair, unless there is one, and a key pair for each client. Overwrites nothing."""
+    from asyncrl.transport.keys import new
+
+    for file in new(directory, client or (), server):
+        print(file)
+
+
+@keys.command("add")
+def keys_add(
+    directory: KeyFolder,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The client's public key, NAME.pub.")],
+    name: Annotated[str | None, typer.Option(help="Name on the allow-list; default: that of the file.")] = None,
+) -> None:
+    """Allow a client whose key was made elsewhere. A running replay notices."""
+    from asyncrl.transport.keys import add
+
+    print(add(directory, file, name))
+
+
+@keys.command("list")
+def keys_list(directory: KeyFolder) -> None:
+    """Print the name and public key of every allowed client."""
+    from asyncrl.transport.keys import listed
+
+    for name, public in listed(directory):
+        print(f"{public.decode()}  {name}")
+
+
+@keys.command("revoke")
+def keys_revoke(
+    directory: KeyFolder, name: Annotated[str, typer.Argument(metavar="NAME", help="Name on the allow-list.")]
+) -> None:
+    """Take a client off the allow-list. A running replay ends its connection."""
+    from asyncrl.transport.keys import revoke
+
+    revoke(directory, name)
 
 
 def main() -> None:

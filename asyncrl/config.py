@@ -46,6 +46,8 @@ class RunSection(Section):
     """Time between the request to stop and SIGKILL."""
     max_generator_restarts: NonNegative = 5
     """How often a generator that died is started again, over the whole run."""
+    max_replay_restarts: NonNegative = 3
+    """How often replay is started again when it died, over the whole run; it goes on where it was."""
     start_timeout_s: Seconds = Field(180.0, ge=10)
     """How long roles wait for each other at start (importing torch alone takes seconds)."""
 
@@ -123,8 +125,12 @@ class ReplaySection(Section):
 
     bind: str = Field("tcp://127.0.0.1:*", min_length=1)
     """Address of the ROUTER socket; `*` takes a free port, published in the run folder."""
-    security: Literal["loopback", "none"] = "loopback"
-    """`none` allows a bind to other addresses without keys."""
+    security: Literal["loopback", "curve", "none"] = "loopback"
+    """loopback: only this machine. curve: encrypted, only clients whose key is allowed. none: anyone who reaches it."""
+    keys: str | None = Field(None, min_length=1)
+    """Key folder of `asyncrl keys new`, for security curve (docs/security.md)."""
+    client: str = Field("client", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=100)
+    """Name of the client key pair in `keys` with which generators and the learner connect."""
     capacity_bytes: int = Field(2**31, ge=2**16)
     """Cap on the payload of queued groups."""
     lease_timeout_s: Seconds = Field(120.0, ge=10)

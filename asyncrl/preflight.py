@@ -1,20 +1,24 @@
 """Checks of the config against the model folders, the host and the task, before any training process starts.
 
-Builds no task, binds nothing and writes nothing.
+Builds no task, binds nothing and writes no file.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
-from asyncrl.config import Config
+from asyncrl.config import Config, ReplaySection
 from asyncrl.errors import ConfigError, TaskError, TransportError
 from asyncrl.models.describe import describe, max_length
 from asyncrl.replay.limits import check_capacity, largest_group_bytes
 from asyncrl.tasks.chain_sum import check_sizes, longest_prompt
-from asyncrl.transport.address import is_loopback, parse
+from asyncrl.transport import keys
+from asyncrl.transport.address import is_loopback, parse, refuse_open
 from asyncrl.types import ModelInfo
+
+log = logging.getLogger(__name__)
 
 
 def preflight(config: Config) -> ModelInfo:
@@ -26,7 +30,7 @@ def preflight(config: Config) -> ModelInfo:
     except TaskError as exc:
         raise ConfigError(str(exc)) from exc
     check_capacity(config, largest_group_bytes(config, info, longest_prompt(config.task)))
-    _check_bind(config.replay.bind, config.replay.security)
+    _check_bind(config.replay)
     _check_run_dir(config)
     return info
 
@@ -82,16 +86,21 @@ def _check_length(config: Config) -> None:
         )
 
 
-def _check_bind(bind: str, security: str) -> None:
+def _check_bind(replay: ReplaySection) -> None:
     try:
-        host = parse(bind).host
-        local = is_loopback(host)
+        local = is_loopback(parse(replay.bind).host)
+        refuse_open(replay.bind, replay.security, "replay.bind")
     except TransportError as exc:
-        raise ConfigError(f"replay.bind={bind!r}: {exc}; set replay.bind=tcp://127.0.0.1:*") from exc
-    if security == "loopback" and not local:
-        raise ConfigError(
-            f"replay.bind={bind!r} can be reached from other machines and anyone there could send data; "
-            "set replay.bind=tcp://127.0.0.1:* or, on a network you trust, replay.security=none"
+        raise ConfigError(f"replay.bind={replay.bind!r}: {exc}; set replay.bind=tcp://127.0.0.1:*") from exc
+    if replay.security == "curve":
+        keys.check(replay.keys, replay.client)
+    if replay.security == "none":
+        who = "every user of this machine" if local else "anyone on the network"
+        log.warning(
+            "replay.security=none: %s who reaches replay.bind=%s can read prompts and feed the training; "
+            "replay.security=curve lets only your own keys in (docs/security.md)",
+            who,
+            replay.bind,
         )
 
 

@@ -59,22 +59,20 @@ class View:
 
     def line(self) -> str:
         """reward, held-out accuracy, lag, drift and token rates as one line."""
-        last = self.accuracy[max(self.accuracy)] if self.accuracy else (math.nan, math.nan)
-        n = {k: number(self.latest, k) for k in KEYS}
-        return (
-            f"reward {n['policy/reward']:.3f}  held-out {last[0]:.3f}  lag {n['staleness/lag_mean']:.1f}  "
-            f"drift {n['drift/mean']:.4f}  gen {n['throughput/generator_tokens_per_s']:.0f} tok/s  "
-            f"learn {n['throughput/learner_tokens_per_s']:.0f} tok/s"
-        )
+        last = self.accuracy[max(self.accuracy)][0] if self.accuracy else math.nan
+        shown = {"reward": "policy/reward", "lag": "staleness/lag_mean", "drift": "drift/mean"}
+        values = {word: number(self.latest, key) for word, key in shown.items()}
+        parts = [f"{w} {_shown(v, d)}" for (w, v), d in zip(values.items(), (3, 1, 4), strict=True)]
+        parts.insert(1, f"held-out {_shown(last, 3)}")
+        for word in ("generator", "learner"):
+            rate = number(self.latest, f"throughput/{word}_tokens_per_s")
+            parts.append(f"{word} {_shown(rate, 0)} tok/s")
+        return "  ".join(parts)
 
 
-KEYS = (
-    "policy/reward",
-    "staleness/lag_mean",
-    "drift/mean",
-    "throughput/generator_tokens_per_s",
-    "throughput/learner_tokens_per_s",
-)
+def _shown(value: float, digits: int) -> str:
+    """A number, or a dash for what was not measured (yet)."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def number(record: Record, key: str) -> float:
@@ -91,7 +89,12 @@ def progress_bar(view: View, console: Console, enabled: bool) -> Iterator[Any]:
 
         def plain() -> None:
             now = time.monotonic()
-            if enabled and view.done != state["done"] and (now - state["printed"] > 10 or view.done >= view.updates):
+            if (
+                enabled
+                and view.done
+                and view.done != state["done"]
+                and (now - state["printed"] > 10 or view.done >= view.updates)
+            ):
                 state["printed"], state["done"] = now, view.done
                 console.print(f"update {view.done}/{view.updates}  {view.line()}", highlight=False, soft_wrap=True)
 
@@ -106,7 +109,7 @@ def progress_bar(view: View, console: Console, enabled: bool) -> Iterator[Any]:
 def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cpu_s: float) -> None:
     """Accuracy before and after, what the run cost, and how to open the dashboard."""
     table = Table(title=f"run {run_dir}", show_header=False)
-    table.add_row("updates", str(view.done))
+    table.add_row("updates", f"{view.done} of {view.updates}")
     if view.accuracy:
         first, last = min(view.accuracy), max(view.accuracy)
         table.add_row(f"held-out accuracy, sampled (update {first} -> {last})", _arrow(view, first, last, 0))
@@ -114,15 +117,17 @@ def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cp
     if view.rewards:
         table.add_row("training reward (first -> last)", f"{view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
     for label, key in (
-        ("mean lag of the last update", "staleness/lag_mean"),
-        ("kl_k3 of the last update", "mismatch/kl_k3"),
-        ("mean drift of the last update", "drift/mean"),
+        ("mean lag, last measured", "staleness/lag_mean"),
+        ("kl_k3, last measured", "mismatch/kl_k3"),
+        ("mean drift, last measured", "drift/mean"),
         ("step time overlapped by generation", "throughput/overlap_fraction"),
     ):
-        table.add_row(label, f"{number(view.latest, key):.4g}")
+        if not math.isnan(value := number(view.latest, key)):
+            table.add_row(label, f"{value:.4g}")
     table.add_row("wall seconds / CPU seconds", f"{wall_s:.0f} / {cpu_s:.0f}")
     console.print(table)
-    console.print(f"model:     {run_dir / 'model'}", highlight=False, soft_wrap=True)
+    if (run_dir / "model").is_dir():
+        console.print(f"model:     {run_dir / 'model'}", highlight=False, soft_wrap=True)
     console.print(
         f"dashboard: {_tensorboard()} --logdir {run_dir / 'tb'}   then open http://127.0.0.1:6006/#custom_scalars",
         highlight=False, soft_wrap=True,

@@ -64,6 +64,15 @@ def problems(c: Config) -> Iterator[str]:
             f"learner.betas={list(c.learner.betas)} must lie in [0, 1): AdamW divides by 1 - beta; "
             "set learner.betas=[0.9,0.98]"
         )
+    if c.replay.security == "curve" and c.replay.keys is None:
+        yield (
+            "replay.security=curve needs replay.keys; make a folder with `asyncrl keys new DIR` and set replay.keys=DIR"
+        )
+    if c.replay.security != "curve" and c.replay.keys is not None:
+        yield (
+            f"replay.keys={c.replay.keys!r} would not be used with replay.security={c.replay.security}; "
+            "set replay.security=curve or replay.keys=null"
+        )
     if c.learner.take_timeout_s <= c.replay.heartbeat_timeout_s:
         yield (
             f"learner.take_timeout_s={c.learner.take_timeout_s:g} is not longer than replay.heartbeat_timeout_s="

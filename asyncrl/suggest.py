@@ -67,6 +67,31 @@ LARGEST = 2**53
 """Largest whole number of a setting; above it floats, JSON and the wire would change or refuse it."""
 
 
+_FILES: Mapping[str, tuple[str, str]] = {
+    # settings that exist as files: folder, and one of them
+    "method": ("configs/methods/", "configs/methods/r3.yaml"),
+    "methods": ("configs/methods/", "configs/methods/r3.yaml"),
+    "regime": ("configs/regimes/", "configs/regimes/on_policy.yaml"),
+    "regimes": ("configs/regimes/", "configs/regimes/on_policy.yaml"),
+}
+
+_MAIN: Mapping[str, tuple[str, str, str]] = {
+    # the key that a value given to a whole section is meant for, and what off and on are there
+    "algorithm.rdc": ("mode", "off", "filter"),
+    "algorithm.correction": ("kind", "none", "tis"),
+    "model": ("path", "FOLDER", "FOLDER"),
+}
+
+_EITHER: Mapping[str, str] = {"algorithm.rdc.buckets": "must be auto or a whole number, at least 1"}
+"""Keys of which pydantic reports every alternative apart: one sentence for all of them."""
+
+_PATTERNS: Mapping[str, str] = {
+    "^[A-Za-z0-9_][A-Za-z0-9._-]*$": "must be of letters, digits, '.', '_' and '-', and begin with a letter, "
+    "a digit or '_'"
+}
+"""Patterns of names, in words."""
+
+
 def meant(value: Any, annotation: Any) -> Any:
     """`value`, or the word of a Literal `annotation` that YAML turned into a boolean.
 
@@ -124,21 +149,59 @@ def explain(error: Any, keys: Sequence[str]) -> Iterator[str]:
     path = [str(p) for p in error["loc"]]
     if error["type"] == "extra_forbidden":
         for key, value in _leaves(".".join(path), error["input"]):
-            guess = suggest(key, keys)
-            hint = f"did you mean {guess!r}?" if guess else "`asyncrl config` prints every key"
-            yield f"unknown key {key!r} (value {value!r}); {hint}"
+            yield f"unknown key {key!r} (value {value!r}); {_hint(key, keys)}"
         return
     if error["type"] == "missing" and ".".join(path) in keys:
-        key = ".".join(path)
-        yield f"key {key!r} is missing; set it in a config file or as {key}=VALUE"
+        yield _missing(".".join(path))
         return
     if error["type"] == "value_error" and not path:
         yield str(error["ctx"]["error"])
         return
     # what follows the key in a path is an index or the branch of a union, of no use to the reader
+    branch = len(path)
     while path and ".".join(path) not in keys:
         path.pop()
-    yield f"{'.'.join(path)}={error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
+    key = ".".join(path)
+    yield f"{key}={error['input']!r}: {_reason(error, key, len(path) < branch, keys)}"
+
+
+def _hint(key: str, keys: Sequence[str]) -> str:
+    if _leaf(key) in _FILES:
+        folder, example = _FILES[_leaf(key)]
+        return (
+            f"a {_leaf(key).removesuffix('s')} is a file of {folder} that goes after the run config, such as {example}"
+        )
+    guess = suggest(key, keys)
+    return f"did you mean {guess!r}?" if guess else "`asyncrl config` prints every key"
+
+
+def _missing(key: str) -> str:
+    if key in ("model", "model.path"):
+        return (
+            "key 'model.path' is missing; set model.path=FOLDER, or name a run config first: a method or regime file "
+            "goes after a run config such as configs/quickstart.yaml"
+        )
+    return f"key {key!r} is missing; set it in a config file or as {key}=VALUE"
+
+
+def _reason(error: Any, key: str, in_branch: bool, keys: Sequence[str]) -> str:
+    inner = [k for k in keys if k.startswith(f"{key}.")]
+    if inner:
+        return _section(key, error["input"], inner)
+    if in_branch and key in _EITHER:
+        return _EITHER[key]
+    if error["type"] == "string_pattern_mismatch":
+        return _PATTERNS.get(error["ctx"]["pattern"], error["msg"])
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _section(key: str, value: Any, inner: Sequence[str]) -> str:
+    """A value where a section belongs: name the key inside it that was meant."""
+    if key in _MAIN and isinstance(value, bool | str):
+        leaf, off, on = _MAIN[key]
+        word = value if isinstance(value, str) else on if value else off
+        return f"this is a section; set {key}.{leaf}={word}"
+    return f"this is a section; set a key in it, such as {inner[0]}=VALUE"
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

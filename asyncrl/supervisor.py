@@ -1,6 +1,7 @@
 """`asyncrl run`: start replay, generators and the learner on one machine, watch them, stop them.
 
-A generator that dies is started again; replay or the learner dying ends the run with its cause.
+A generator or a replay that dies is started again, a limited number of times; the learner dying ends the run with
+its cause.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Supervisor:
         self.replay: Child | None = None
         self.learner: Child | None = None
         self.generators: dict[str, Child] = {}
-        self.restarts = 0
+        self.restarts, self.replay_restarts = 0, 0
         self.signal = 0
         self.gone_since: dict[str, float] = {}
 
@@ -46,12 +47,15 @@ class Supervisor:
     def start(self) -> None:
         """Start every role. Waits for replay's address, at most run.start_timeout_s."""
         c = self.config
-        self.replay = self._role("replay", ["replay", str(self.file)], 1)
+        self._start_replay()
         # The learner and the generators wait for the address themselves; importing torch overlaps with that.
         env = role_environment(c.learner.threads)
         self.learner = start("learner", learner_command(c, self.file), env, self._log("learner"))
         for i in range(c.generator.count):
             self._start_generator(f"g{i}")
+
+    def _start_replay(self) -> None:
+        self.replay = self._role("replay", ["replay", str(self.file)], 1)
 
     def _start_generator(self, name: str) -> None:
         arguments = ["generate", str(self.file), "--id", name]
@@ -77,9 +81,18 @@ class Supervisor:
         return False
 
     def _check_replay(self, replay: Child) -> None:
-        """Replay leaves with status 0 once the run is over; torchrun may take a little longer."""
-        if replay.returncode is not None and (replay.returncode != 0 or self._for_long("replay")):
-            raise RunError(f"replay ended with status {replay.returncode}:\n{replay.cause()}")
+        """Replay leaves with status 0 once the run is over; torchrun may take a little longer.
+
+        Its snapshot lets it go on after a crash. A config that it refuses (2) would be refused again.
+        """
+        status = replay.returncode
+        if status is None or (status == 0 and not self._for_long("replay")):
+            return
+        if status in (0, 2) or self.replay_restarts >= self.config.run.max_replay_restarts:
+            raise RunError(f"replay ended with status {status}:\n{replay.cause()}")
+        self.replay_restarts += 1
+        print(f"replay ended with status {status}; started again", file=sys.stderr)
+        self._start_replay()
 
     def _check_generators(self) -> None:
         """Start again what crashed. One that left with status 0 was told to, and is not replaced."""
@@ -188,5 +201,6 @@ def _watch(supervisor: Supervisor, view: View, tail: Tail, console: Console) -> 
             if finished:
                 return 0
             if supervisor.signal:
+                console.print(f"stopped by signal {supervisor.signal} after {view.done} of {view.updates} updates")
                 return 128 + supervisor.signal
             time.sleep(POLL_S)

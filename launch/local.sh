@@ -1,14 +1,27 @@
 #!/usr/bin/env bash
 # What `asyncrl run` does, by hand: replay, the generators and the learner of one run on this machine.
-#
-#   launch/local.sh CONFIG... [key=value...]
-#
-# Every role is an ordinary command, so copy a line from here to start one elsewhere. The exit status is the learner's,
-# or 1 when replay or the last generator ends before it, or 128 + n after signal n.
+# Every role is an ordinary command, so copy a line from here to start one elsewhere.
 set -uo pipefail
 
+usage() {
+    cat << 'TEXT'
+usage: launch/local.sh CONFIG... [key=value...]
+
+Starts replay, the generators and the learner of one run on this machine, for example
+    launch/local.sh configs/quickstart.yaml configs/methods/tis.yaml run.name=tis
+Files merge from left to right: the run config first, a method or regime after it.
+
+PYTHON=COMMAND chooses the Python; default: .venv/bin/python if there is one, else python3.
+The exit status is the learner's, or 1 when replay or the last generator ends before it, 2 when the config is
+refused, 128 + n after signal n.
+TEXT
+}
+
+for word in "$@"; do
+    case "$word" in -h | --help) usage && exit 0 ;; esac
+done
 if [ $# -eq 0 ]; then
-    echo "usage: launch/local.sh CONFIG... [key=value...]" >&2
+    usage >&2
     exit 2
 fi
 
@@ -29,10 +42,10 @@ from asyncrl.config import load_config
 
 words = sys.argv[1:]
 c = load_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
-print(c.run_dir, c.generator.count, c.learner.ranks, int(c.run.start_timeout_s), int(c.run.shutdown_s), sep="\n")
+print(c.run_dir, c.generator.count, int(c.run.start_timeout_s), int(c.run.shutdown_s), sep="\n")
 PY
 ) || exit 2
-{ read -r run_dir; read -r generators; read -r ranks; read -r start_s; read -r shutdown_s; } <<< "$settings"
+{ read -r run_dir; read -r generators; read -r start_s; read -r shutdown_s; } <<< "$settings"
 
 if [ -e "$run_dir/metrics.jsonl" ]; then
     echo "$run_dir holds a run already; choose another name with run.name=NAME" >&2
@@ -96,10 +109,10 @@ for ((i = 0; i < generators; i++)); do
     fleet+=("$started")
 done
 
-start learner "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m asyncrl learn "$@"
+start learner "$python" -m asyncrl learn "$@" # starts all its ranks
 learner=$started
 
-# Replay and the generators leave once the run is over; torchrun may take a little longer to end.
+# Replay and the generators leave once the run is over; the learner may take a little longer to end.
 grace_s=20
 alone_since=
 while running "$learner"; do

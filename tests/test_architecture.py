@@ -45,7 +45,7 @@ HOMES: dict[str, set[str]] = {
     "omegaconf": {"config"},
     "yaml": {"config"},
     "pydantic": {"config"},
-    "msgspec": {"arrays", "wire", "weights", "learner/table", "replay/peers"},
+    "msgspec": {"arrays", "wire", "weights", "learner/table", "replay/peers", "replay/snapshot"},
     "tensorboard": {"metrics/events"},
     "typer": {"cli"},
     "transformers": {"models", "engines"},

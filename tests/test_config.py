@@ -149,14 +149,24 @@ def test_the_config_is_frozen():
         ("staleness.max_lag=true", ["staleness.max_lag=True"]),
         ("staleness.max_lag=8.5", ["staleness.max_lag=8.5", "integer"]),
         ("learner.lr=nan", ["learner.lr='nan'", "finite"]),
-        ("staleness=8", ["staleness=8"]),
+        ("staleness=8", ["staleness=8: this is a section", "staleness.sync_every=VALUE"]),
+        ("algorithm.rdc=off", ["algorithm.rdc=False", "set algorithm.rdc.mode=off"]),
+        ("algorithm.rdc=on", ["algorithm.rdc=True", "set algorithm.rdc.mode=filter"]),
+        ("algorithm.rdc=observe", ["set algorithm.rdc.mode=observe"]),
+        ("algorithm.correction=none", ["algorithm.correction='none'", "set algorithm.correction.kind=none"]),
+        ("model=models/quickstart", ["set model.path=models/quickstart"]),
+        (
+            "algorithm.method=r3",
+            ["'algorithm.method'", "a method is a file of configs/methods/", "after the run config"],
+        ),
+        ("regime=async", ["'regime'", "a regime is a file of configs/regimes/", "after the run config"]),
         ("algorithm.rdc.q=1", ["algorithm.rdc.q=1", "less than 1"]),
         ("algorithm.rdc.q=-0.1", ["algorithm.rdc.q=-0.1", "greater than or equal to 0"]),
         ("staleness.max_lag=-1", ["staleness.max_lag=-1", "greater than or equal to 0"]),
         ("staleness.sync_every=0", ["staleness.sync_every=0", "greater than or equal to 1"]),
         ("algorithm.rdc.buckets=few", ["algorithm.rdc.buckets='few'", "auto"]),
         ("generator.engine=other", ["generator.engine='other'", "torch"]),
-        ("run.name=a/b", ["run.name='a/b'"]),
+        ("run.name=a/b", ["run.name='a/b'", "letters, digits, '.', '_' and '-'", "begin with"]),
         ("learner.betas=[0.9]", ["learner.betas=[0.9]"]),
         ("model.path=null", ["model.path=None"]),
         ("learner.betas=[0.9,1]", ["learner.betas=[0.9, 1.0]", "[0, 1)", "set learner.betas=[0.9,0.98]"]),
@@ -268,11 +278,24 @@ def test_several_problems_are_all_reported():
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_a_missing_key_is_named():
-    with pytest.raises(ConfigError, match=r"'model' is missing"):
-        validate({})
-    with pytest.raises(ConfigError, match=r"'model\.path' is missing; set it in a config file or as model\.path=VALUE"):
-        validate({"model": {}})
+@pytest.mark.parametrize("value", ["0", "1.5", "few"])
+def test_a_key_with_alternatives_is_explained_in_one_line(value):
+    with pytest.raises(ConfigError, match="must be auto or a whole number, at least 1") as caught:
+        load(f"algorithm.rdc.buckets={value}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("tree", [{}, {"model": {}}], ids=["no section", "an empty section"])
+def test_a_missing_model_is_named(tree):
+    with pytest.raises(ConfigError, match=r"^key 'model\.path' is missing; set model\.path=FOLDER"):
+        validate(tree)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_a_method_or_regime_alone_is_told_where_it_belongs(overlay):
+    with pytest.raises(ConfigError, match=r"goes after a run config such as configs/quickstart\.yaml") as caught:
+        load_config(overlay)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 NO_MAPPINGS = {

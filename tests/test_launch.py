@@ -23,7 +23,7 @@ case "$*" in
         [ "$REPLAY_STATUS" = stay ] && echo tcp://127.0.0.1:1 > "$run_dir/replay.address"
         end "$REPLAY_STATUS" ;;
     "-m asyncrl generate"*) echo "$*"; end "$GENERATOR_STATUS" ;;
-    "-m torch.distributed.run"*) echo "$*"; end "$LEARNER_STATUS" ;;
+    "-m asyncrl learn"*) echo "$*"; end "$LEARNER_STATUS" ;;
     *) exec {python} "$@" ;;
 esac
 """
@@ -73,9 +73,8 @@ def test_a_finished_learner_ends_the_rest_with_status_0(launch, tmp_path):
     assert names == ["replay", "g0", "g1", "learner"]
     logs = tmp_path / "runs/quickstart/logs"
     assert (logs / "g1.log").read_text().rstrip().endswith("--id g1")
-    assert (
-        "--standalone --nproc-per-node 2 -m asyncrl learn configs/quickstart.yaml" in (logs / "learner.log").read_text()
-    )
+    learner = (logs / "learner.log").read_text()
+    assert learner.startswith("-m asyncrl learn configs/quickstart.yaml") and "learner.ranks=2" in learner
 
 
 @pytest.mark.parametrize(
@@ -101,6 +100,14 @@ def test_a_signal_ends_everything_with_128_plus_n(launch, number):
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     status, _, _ = end(process)
     assert status == 128 + number
+
+
+@pytest.mark.parametrize(("words", "status"), [(["-h"], 0), (["configs/quickstart.yaml", "--help"], 0), ([], 2)])
+def test_help_prints_the_usage_and_starts_nothing(words, status):
+    command = ["bash", "launch/local.sh", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    text, other = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
+    assert done.returncode == status and text.startswith("usage: launch/local.sh CONFIG...") and not other
 
 
 def test_a_folder_with_a_run_in_it_is_refused(launch, tmp_path):

@@ -1,13 +1,16 @@
 """Print one line per run folder: accuracy before and after, KL, F(2), lag and what the run cost.
 
-Usage: python tools/compare.py RUN_DIR [RUN_DIR ...]
+    python tools/compare.py RUN_DIR [RUN_DIR ...]
+
 Means are over the last 10 updates; "max lag" and "overlap" are over the whole run.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -16,10 +19,27 @@ from asyncrl.metrics.sink import read_jsonl
 LAST = 10
 
 
-def main() -> None:
-    """Print the table for the folders named on the command line."""
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table for the folders in `arguments` (default: the command line). Returns 1 when one is no run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folders", metavar="RUN_DIR", nargs="+", type=Path, help="a run folder, such as runs/quickstart"
+    )
+    status = 0
+    found = []
+    for folder in parser.parse_args(arguments).folders:
+        if (folder / "metrics.jsonl").is_file():
+            found.append(folder)
+        else:
+            print(f"{folder}: no metrics.jsonl; not a run folder, or stopped before its first update", file=sys.stderr)
+            status = 1
+    if found:
+        print_table(found)
+    return status
+
+
+def print_table(folders: Sequence[Path]) -> None:
+    """One line per run, as Markdown."""
     head = (
         "run",
         "updates",
@@ -37,7 +57,7 @@ def main() -> None:
     )
     print("| " + " | ".join(head) + " |")
     print("|" + "---|" * len(head))
-    for folder in map(Path, sys.argv[1:]):
+    for folder in folders:
         print("| " + " | ".join(row(folder)) + " |")
 
 
@@ -53,9 +73,9 @@ def row(folder: Path) -> list[str]:
     for key in ("mismatch/kl_k3", "mismatch/f_2", "optim/grad_norm"):
         cells.append(f"{mean(tail, key):.4f}")
     cells.append(f"{mean(updates, 'staleness/lag_mean'):.2f}")
-    cells.append(f"{max(r.get('staleness/lag_max', 0) for r in updates):.0f}")
+    cells.append(f"{max((r.get('staleness/lag_max', 0) for r in updates), default=math.nan):.0f}")
     cells += [f"{mean(tail, 'drift/mean'):.4f}", f"{mean(updates, 'drift/nonzero_fraction'):.2f}"]
-    cells.append(f"{updates[-1].get('throughput/overlap_fraction', math.nan):.2f}")
+    cells.append(f"{mean(updates[-1:], 'throughput/overlap_fraction'):.2f}")
     return cells
 
 
@@ -66,4 +86,4 @@ def mean(records: list[dict[str, float]], key: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

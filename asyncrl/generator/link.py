@@ -5,6 +5,7 @@ Knows messages as records and nothing of leases or engines. One task receives; a
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from asyncrl import wire
 from asyncrl.arrays import Buffer
 from asyncrl.errors import TransportError, WireError
+from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.rendezvous import wait_for_address
 from asyncrl.transport.sockets import AsyncClient
 
@@ -31,16 +33,30 @@ class Link:
     limit_s also bounds how long replay may be silent: TransportError after.
     """
 
-    def __init__(self, file: Path, identity: bytes, hello: Callable[[], wire.Hello], limit_s: float) -> None:
-        self._file, self._identity, self._hello, self._limit_s = file, identity, hello, limit_s
+    def __init__(
+        self,
+        file: Path,
+        identity: bytes,
+        hello: Callable[[], wire.Hello],
+        limit_s: float,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self._file, self._identity, self._hello, self._limit_s, self._keys = file, identity, hello, limit_s, keys
         self._address = wait_for_address(file, limit_s)
-        self._client = AsyncClient(self._address, identity)
-        self._heard_at = time.monotonic()
+        self._client = AsyncClient(self._address, identity, keys)
+        self._heard_at, self._rejoined_at = time.monotonic(), 0.0
         self.welcomed = False
 
     async def send(self, frames: list[Buffer]) -> None:
         """Hand frames to the socket; TransportError when there is no room for 10 s."""
-        await self._client.send(frames)
+        client = self._client
+        try:
+            await client.send(frames)
+        except asyncio.CancelledError:
+            # Following replay closes the old socket, which cancels the sends that wait there; those are lost.
+            task = asyncio.current_task()
+            if client is self._client or (task is not None and task.cancelling()):
+                raise
 
     async def hello(self) -> None:
         """Announce this generator; replay answers with the newest version."""
@@ -58,6 +74,9 @@ class Link:
         except WireError as exc:
             log.warning("refused a message: %s", exc)
             return None
+        if isinstance(message, wire.Rejoin):
+            await self._rejoin(time.monotonic())
+            return None
         self.welcomed = self.welcomed or isinstance(message, wire.Welcome)
         return message
 
@@ -71,20 +90,28 @@ class Link:
         if self.welcomed and silent > SILENCE_S:
             log.warning("replay at %s is silent for %.0f s; saying Hello until it is back", self._address, silent)
             self.welcomed = False
-        if not self.welcomed:
-            self._follow()
+        if self._follow() or not self.welcomed:
             await self.hello()
         elif silent > PING_S:
             held = self._hello().held
             await self.send(wire.encode(wire.LeaseRequest(held or (0, 0), 0, 0)))
 
-    def _follow(self) -> None:
-        """A replay that was started again publishes another address."""
+    async def _rejoin(self, now: float) -> None:
+        """A replay that was started again at the same address asks for it, once for every message that it gets."""
+        if now - self._rejoined_at > POLL_S:
+            self._rejoined_at, self.welcomed = now, False
+            await self.hello()
+
+    def _follow(self) -> bool:
+        """A replay that was started again publishes another address. True when this one is new."""
         address = self._file.read_text().strip() if self._file.is_file() else ""
         if address and address != self._address:
             log.info("replay moved from %s to %s", self._address, address)
-            self._client.close()
-            self._address, self._client = address, AsyncClient(address, self._identity)
+            old, self.welcomed = self._client, False
+            self._address, self._client = address, AsyncClient(address, self._identity, self._keys)
+            old.close()
+            return True
+        return False
 
     def close(self) -> None:
         """Close the socket; unsent frames get a bounded time to leave."""

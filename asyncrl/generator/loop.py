@@ -20,7 +20,6 @@ from typing import Any
 import xxhash
 
 from asyncrl import wire
-from asyncrl.arrays import Buffer
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
 from asyncrl.engines.probe import probe
@@ -28,11 +27,13 @@ from asyncrl.engines.torch_engine import TorchEngine
 from asyncrl.errors import RouteError, TaskError, TrajectoryError, TransportError, WeightSyncError, WireError
 from asyncrl.generator.busy import BusyLog
 from asyncrl.generator.link import Link
+from asyncrl.generator.outbox import RESEND_S, Outbox
 from asyncrl.generator.sample import MixedVersions, Sampler, held_tuple
 from asyncrl.models.describe import describe
 from asyncrl.tasks.base import read_stop_token_ids
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
+from asyncrl.transport.keys import client_keys
 from asyncrl.types import ModelInfo, Version
 from asyncrl.weights import shm
 
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 HEARTBEAT_S = 1.0
-RESEND_S = 5.0
 MAX_LOAD_FAILURES = 3
 LOAD_RETRY_S = 1.0
 """Long enough for a newer announcement, or for the Stop of a run that is over, to arrive first."""
@@ -54,17 +54,20 @@ class Generator:
         self.engine: Engine = sampler.engine
         self.boot = uuid.uuid4().hex
         self.stopped = asyncio.Event()
-        self.wake = asyncio.Event()
+        self.wake, self.resend = asyncio.Event(), asyncio.Event()
         self.cause: BaseException | None = None
         self.target: tuple[Version, str] | None = None
         self.held: Version | None = None
         self.running: dict[str, tuple[wire.LeaseMsg, asyncio.Task[None]]] = {}
-        self.outbox: dict[str, tuple[list[Buffer], float, bool]] = {}
+        self.outbox = Outbox()
+        self.replay_boot = ""
         self.asked_at: float | None = None
         self.pause_until = 0.0
         self.busy = BusyLog()
         self.load_failures, self.load_after = 0, 0.0
-        self.link = Link(address_file, generator_id.encode(), self._introduction, config.run.start_timeout_s)
+        r, limit_s = config.replay, config.run.start_timeout_s
+        keys = client_keys(r.security, r.keys, r.client)
+        self.link = Link(address_file, generator_id.encode(), self._introduction, limit_s, keys)
         self.counters = {"groups": 0.0, "failed": 0.0, "reward_errors": 0.0, "cancelled": 0.0, "load_failures": 0.0}
 
     # --- the loop -------------------------------------------------------------------------------
@@ -100,9 +103,10 @@ class Generator:
     def _introduction(self) -> wire.Hello:
         i = self.sampler.info
         held = held_tuple(self.held) if self.held is not None else None
+        leases = [lease.lease_id for lease, _ in self.running.values() if not lease.eval_id]
         return wire.Hello(
             wire.SCHEMA, "generator", self.id, self.boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
-            i.fingerprint, held,
+            i.fingerprint, held, leases, self.outbox.lease_ids,
         )  # fmt: skip
 
     async def _receive(self) -> None:
@@ -115,9 +119,12 @@ class Generator:
 
     def _handle(self, message: wire.Message) -> None:
         match message:
-            case wire.Welcome(newest=newest):
-                # A replay that was started again knows none of what it admitted before.
-                self.outbox = {k: (frames, 0.0, False) for k, (frames, _, _) in self.outbox.items()}
+            case wire.Welcome(newest=newest, boot=boot):
+                if boot != self.replay_boot:
+                    # A replay that was started again knows none of what it admitted before.
+                    self.replay_boot, self.asked_at = boot, None
+                    self.outbox.renew()
+                    self.resend.set()
                 if newest is not None:
                     self._aim(Version(newest[0], newest[1]), newest[2])
             case wire.Refused(reason=reason):
@@ -130,11 +137,8 @@ class Generator:
                 for lease in leases:
                     self._start(lease)
             case wire.Ack(admitted=admitted, resolved=resolved):
-                for group_id in admitted:
-                    if group_id in self.outbox:
-                        self.outbox[group_id] = (*self.outbox[group_id][:2], True)
-                for group_id in resolved:
-                    self.outbox.pop(group_id, None)
+                self.outbox.admitted(admitted)
+                self.outbox.resolved(resolved)
             case wire.Cancel(lease_ids=lease_ids):
                 for lease_id in lease_ids:
                     if lease_id in self.running:
@@ -200,19 +204,19 @@ class Generator:
     async def _push(self, lease: wire.LeaseMsg) -> None:
         group = await self.sampler.group(lease)
         frames = wire.encode_group(group)
-        self.outbox[group.group_id] = (frames, time.monotonic(), False)
         self.counters["groups"] += 1
-        await self.link.send(frames)
+        if self.outbox.add(group.group_id, lease.lease_id, frames, time.monotonic()):
+            await self.link.send(frames)
 
     async def _resend(self) -> None:
-        """Groups that replay has not admitted for RESEND_S are sent again."""
+        """Groups that replay has not admitted are sent again."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            now = time.monotonic()
-            for group_id, (frames, sent_at, admitted) in list(self.outbox.items()):
-                if not admitted and now - sent_at > RESEND_S:
-                    self.outbox[group_id] = (frames, now, False)
-                    await self.link.send(frames)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self.resend.wait()
+            self.resend.clear()
+            for frames in self.outbox.due(time.monotonic()):
+                await self.link.send(frames)
 
     # --- weights and liveness -------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from typing import Any
 from asyncrl import wire
 from asyncrl.arrays import Buffer
 from asyncrl.errors import TransportError
+from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.rendezvous import wait_for_address
 from asyncrl.transport.sockets import Client
 from asyncrl.types import Group, ModelInfo, Version
@@ -35,15 +36,20 @@ class ReplayClient:
     Every request waits for its answer at most the given timeout and raises TransportError after.
     """
 
-    def __init__(self, file: Path, rank: int, info: ModelInfo, timeout_s: float) -> None:
+    def __init__(
+        self, file: Path, rank: int, info: ModelInfo, timeout_s: float, keys: ClientKeys | None = None
+    ) -> None:
         """Waits for the address file and for replay's welcome, at most timeout_s each."""
         self._peer = f"learner-{rank}"
         self._file, self._address = file, wait_for_address(file, timeout_s)
         self._identity = f"{self._peer}-{uuid.uuid4().hex[:8]}".encode()
-        self._socket = Client(self._address, self._identity)
+        self._keys = keys
+        self._socket = Client(self._address, self._identity, keys)
         self._info = info
         self._timeout_s = timeout_s
         self._boot = uuid.uuid4().hex
+        self._seq = 0
+        self._published: tuple[Version, str] | None = None
         self.welcome = self._hello()
 
     def _introduction(self) -> wire.Hello:
@@ -58,8 +64,15 @@ class ReplayClient:
         address = self._file.read_text().strip() if self._file.is_file() else ""
         if address and address != self._address:
             self._socket.close()
-            self._address, self._socket = address, Client(address, self._identity)
-            self._socket.send(wire.encode(self._introduction()))
+            self._address, self._socket = address, Client(address, self._identity, self._keys)
+            self._introduce()
+
+    def _introduce(self) -> None:
+        """Say Hello again. A replay that was started again may lack what it was told last."""
+        self._socket.send(wire.encode(self._introduction()))
+        if self._published is not None:
+            (epoch, update), source = self._published
+            self._socket.send(wire.encode(wire.Published(epoch, update, source)))
 
     def _hello(self) -> wire.Welcome:
         message, _ = self._ask(self._introduction(), (wire.Welcome, wire.Refused), self._timeout_s)
@@ -84,11 +97,21 @@ class ReplayClient:
                 message = wire.decode(frames)
                 if isinstance(message, wire.Stop):
                     raise TransportError(f"replay stopped: {message.reason}")
+                if isinstance(message, wire.Rejoin):
+                    self._rejoin(request)
+                    continue
                 if isinstance(message, wire.Refused) and wire.Refused not in answers:
                     raise TransportError(f"replay refused {type(request).__name__}: {message.reason}")
-                if isinstance(message, answers):
+                # An Ack may be a late one, of a request that was sent twice.
+                if isinstance(message, answers) and getattr(message, "seq", 0) == getattr(request, "seq", 0):
                     return message, list(frames[2:])
         raise TransportError(f"replay did not answer {type(request).__name__} within {timeout_s:g} s")
+
+    def _rejoin(self, request: wire.Message) -> None:
+        """A replay that was started again at the same address did not read the request."""
+        if not isinstance(request, wire.Hello):
+            self._introduce()
+            self._socket.send(wire.encode(request))
 
     def take(self, take_id: int, update: int, rank: int, world: int, timeout_s: float) -> Shard:
         """This rank's shard of a take. Waits until replay has a whole take, at most timeout_s."""
@@ -113,21 +136,29 @@ class ReplayClient:
 
     def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str]) -> None:
         """Resolve the groups of one batch. update is the learner's clock after it."""
-        self._ask(wire.Commit(take_id, update, outcome, list(group_ids)), (wire.Ack,), self._timeout_s)
+        self._tell(wire.Commit(take_id, update, outcome, list(group_ids), self._next()))
 
     def published(self, version: Version, source: str) -> None:
         """Announce a complete version; replay tells the generators."""
-        self._ask(wire.Published(version.epoch, version.update, source), (wire.Ack,), self._timeout_s)
+        self._tell(wire.Published(version.epoch, version.update, source, self._next()))
+        self._published = version, source
 
     def done(self, update: int) -> None:
         """Announce the last update."""
-        self._ask(wire.Done(update), (wire.Ack,), self._timeout_s)
+        self._tell(wire.Done(update, self._next()))
 
     def status(self) -> dict[str, Any]:
         """Gauges, counters and finished evaluations of replay."""
         reply, _ = self._ask(wire.Status(), (wire.StatusReply,), self._timeout_s)
         assert isinstance(reply, wire.StatusReply)
         return reply.state
+
+    def _next(self) -> int:
+        self._seq += 1
+        return self._seq
+
+    def _tell(self, message: wire.Commit | wire.Published | wire.Done) -> None:
+        self._ask(message, (wire.Ack,), self._timeout_s)
 
     def close(self) -> None:
         """Close the socket."""

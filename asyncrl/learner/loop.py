@@ -26,6 +26,7 @@ from asyncrl.learner.step import Updater
 from asyncrl.learner.update import Outcome, TakeState, run_update, score_take
 from asyncrl.metrics.sink import Sink
 from asyncrl.models.describe import describe
+from asyncrl.transport.keys import client_keys
 from asyncrl.types import Version
 from asyncrl.weights.shm import Publisher
 
@@ -45,7 +46,9 @@ class Learner:
         replay = config.algorithm.routes == "r3"
         self.policy = build_policy(m.path, m.dtype, m.attention, m.experts, s.logprob_chunk, replay, world)
         self.updater = Updater(self.policy, s, config.algorithm, world)
-        self.client = ReplayClient(run_dir / "replay.address", world.rank, self.info, config.run.start_timeout_s)
+        r, limit_s = config.replay, config.run.start_timeout_s
+        keys = client_keys(r.security, r.keys, r.client)
+        self.client = ReplayClient(run_dir / "replay.address", world.rank, self.info, limit_s, keys)
         self.sink = Sink(run_dir, tensorboard=config.logging.tensorboard) if world.is_writer else None
         keep = config.weights.keep_versions
         self.publisher = Publisher(run_dir / "weights", keep=keep) if world.is_writer else None

@@ -81,7 +81,8 @@ def score(
         parts.append(Scored(batch, logp, entropy))
         if batch.routes is not None and policy.hook is not None:
             real = batch.routes[0, :, :, 0] >= 0
-            forced[0] += float(policy.hook.forced_fraction) * real.numel()
+            # A share times a count is a whole number of rows, up to rounding.
+            forced[0] += round(float(policy.hook.forced_fraction) * real.numel(), 6)
             forced[1] += float(real.sum())
         if native is not None and batch.index:
             fill_drift(drift, layers, rows, batch, native, info)

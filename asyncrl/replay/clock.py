@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from asyncrl.types import Version
+
+
+class ClockState(NamedTuple):
+    """A clock on disk: last and fork are the last and the first update of every epoch."""
+
+    update: int
+    newest: Version | None
+    last: dict[int, int]
+    fork: dict[int, int]
 
 
 class Clock:
@@ -37,6 +48,15 @@ class Clock:
     def advance(self, update: int) -> None:
         """The learner's clock is at least `update` now."""
         self.update = max(self.update, update)
+
+    def save(self) -> ClockState:
+        """All of it."""
+        return ClockState(self.update, self.newest, dict(self._last), dict(self._fork))
+
+    def load(self, state: ClockState) -> None:
+        """Go on from there."""
+        self.update, self.newest = state.update, state.newest
+        self._last, self._fork = dict(state.last), dict(state.fork)
 
     def unknown(self, version: Version) -> bool:
         """True for a version newer than anything published (in its epoch, or at all)."""

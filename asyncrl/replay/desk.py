@@ -9,6 +9,8 @@ from asyncrl.replay.queue import ReplayQueue
 
 NOTE_S = 5.0
 """A parked rank is told this often what is missing; its take stays parked."""
+PATIENCE_S = 10.0
+"""After a restart: how long a rank whose groups are lost waits for the others to ask for the same take."""
 
 
 @dataclass(slots=True)
@@ -16,6 +18,7 @@ class Parked:
     """One waiting rank."""
 
     request: wire.Take
+    since: float
     told_at: float
 
 
@@ -25,11 +28,13 @@ class Desk:
     def __init__(self, queue: ReplayQueue) -> None:
         self._queue = queue
         self._parked: dict[bytes, Parked] = {}
+        self._given: tuple[int, set[int]] = (-1, set())
 
     def park(self, identity: bytes, request: wire.Take, now: float) -> None:
         """Let a rank wait; a repeated request keeps its place."""
         old = self._parked.get(identity)
-        self._parked[identity] = Parked(request, old.told_at if old and old.request == request else now)
+        if old is None or old.request != request:
+            self._parked[identity] = Parked(request, now, now)
 
     def forget_all_but(self, identities: set[bytes]) -> None:
         """Drop ranks that are gone."""
@@ -40,7 +45,7 @@ class Desk:
         out: list[tuple[bytes, list[wire.Buffer]]] = []
         for identity, parked in list(self._parked.items()):
             try:
-                frames = self._answer(parked.request)
+                frames = self._answer(parked.request, now - parked.since)
             except ValueError as exc:
                 frames = wire.encode(wire.Refused(str(exc)))
             if frames is not None:
@@ -52,13 +57,16 @@ class Desk:
                 out.append((identity, wire.encode(wire.TakeReply(parked.request.take_id, False, waiting, [], [], []))))
         return out
 
-    def _answer(self, request: wire.Take) -> list[wire.Buffer] | None:
+    def _answer(self, request: wire.Take, waited: float) -> list[wire.Buffer] | None:
         """The shard with the groups' own frames as they were received, or None while there are too few."""
         if not 0 <= request.rank < request.world:
             raise ValueError(f"rank {request.rank} of a world of {request.world}")
         take = self._queue.take(request.take_id, request.update)
-        if take is None:
+        if take is None or not self._whole(request, waited):
             return None
+        if self._given[0] != request.take_id:
+            self._given = (request.take_id, set())
+        self._given[1].add(request.rank)
         shard = self._queue.shard(request.take_id, request.rank, request.world)
         reply = wire.TakeReply(
             request.take_id,
@@ -69,3 +77,27 @@ class Desk:
             [len(entry.payload) - 1 for _, entry in shard],
         )
         return wire.encode(reply, *(buffer for _, entry in shard for buffer in entry.payload[1:]))
+
+    def _whole(self, request: wire.Take, waited: float) -> bool:
+        """True when every payload of this rank's shard is here.
+
+        One that is not was received by an earlier process, and its generator sends it again. When the
+        generator is gone as well: nobody has the take if every rank asks for it, so it is made anew.
+        Otherwise other ranks hold their shards already, and this one goes without what is lost.
+        """
+        queue, take_id = self._queue, request.take_id
+        missing = [e for _, e in queue.shard(take_id, request.rank, request.world) if not e.payload]
+        if not missing:
+            return True
+        queue.waiting = f"{len(missing)} groups of take {take_id} to be sent again"
+        if any(queue.recovery.expects(e.group_id) for e in missing):
+            return False
+        asking = {p.request.rank for p in self._parked.values() if p.request.take_id == take_id}
+        given = self._given[1] if self._given[0] == take_id else set()
+        if len(asking) == request.world and not given:
+            queue.dissolve(take_id)
+        elif waited >= PATIENCE_S:
+            for entry in missing:
+                queue.give_up(entry)
+            return True
+        return False

@@ -6,7 +6,7 @@ The payload stays as received frames; ages, lengths and rewards are read once, h
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ ZERO_VARIANCE = 1e-6
 """Rewards that differ by no more than this are equal (the learner uses the same tolerance)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseDigest:
+class ResponseDigest(NamedTuple):
     """One response: tokens, reward, updates of the versions of its loss tokens (ascending)."""
 
     length: int
@@ -25,8 +24,7 @@ class ResponseDigest:
     updates: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class GroupDigest:
+class GroupDigest(NamedTuple):
     """One group. oldest and newest are over its loss tokens; tokens count input and output."""
 
     attempt: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.replay.evaluation import Evaluation
 from asyncrl.replay.tally import Tally
@@ -17,6 +17,15 @@ from asyncrl.types import Prompt, Version
 from asyncrl.wire import EvalResult, LeaseMsg
 
 log = logging.getLogger(__name__)
+
+
+class EvalsState(NamedTuple):
+    """Evaluations on disk. open: the version that each was asked for, and the one that it measures now."""
+
+    finished: list[dict[str, Any]]
+    asked: list[Version]
+    due: int
+    open: list[tuple[Version, Version]]
 
 
 class Evaluations:
@@ -52,6 +61,19 @@ class Evaluations:
     def num_open(self) -> int:
         """Evaluations that are not finished."""
         return len(self._open)
+
+    def save(self) -> EvalsState:
+        """All but the answers of open evaluations, which are asked for again."""
+        opened = [(e.requested, e.target) for e in self._open]
+        return EvalsState(list(self.finished), sorted(self._asked), self._due, opened)
+
+    def load(self, state: EvalsState) -> None:
+        """Go on from there."""
+        self.finished[:] = state.finished
+        self._asked, self._due = set(state.asked), state.due
+        for requested, target in state.open:
+            self._open.append(self._new(requested))
+            self._open[-1].restart(target)
 
     def publish(self, version: Version) -> None:
         """Open an evaluation when this version is the first one at or after the next due update."""
@@ -136,7 +158,10 @@ class Evaluations:
             self._tally.count("eval_superseded")
             self._open.remove(evaluation)
         self._asked.add(version)
-        self._open.append(Evaluation(str(version), version, self._prompts, self._samples, self._greedy))
+        self._open.append(self._new(version))
+
+    def _new(self, version: Version) -> Evaluation:
+        return Evaluation(str(version), version, self._prompts, self._samples, self._greedy)
 
     def _restart(self, evaluation: Evaluation, version: Version) -> None:
         log.warning("evaluation %s: nobody holds %s, uses %s", evaluation.eval_id, evaluation.target, version)

@@ -10,12 +10,10 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from asyncrl.arrays import Buffer
-from asyncrl.errors import TaskError
+from asyncrl.replay.cursor import Cursor, CursorState
 from asyncrl.replay.digest import GroupDigest
 from asyncrl.types import Prompt, Version
 
@@ -44,7 +42,10 @@ class Lease:
 
 @dataclass(slots=True)
 class Entry:
-    """One open group. attempt counts its leases; results of attempts below min_attempt are void."""
+    """One open group. attempt counts its leases; results of attempts below min_attempt are void.
+
+    restored: an earlier process opened it, and may have leased it oftener than it could save.
+    """
 
     group_id: str
     index: int
@@ -59,24 +60,47 @@ class Entry:
     sender: str = ""
     arrived: int = 0
     take_id: int = -1
+    restored: bool = False
+
+
+class Taken(NamedTuple):
+    """What the disk knows of a group in a take: all but its payload."""
+
+    take_id: int
+    sender: str
+    digest: GroupDigest
+
+
+class Open(NamedTuple):
+    """An open group on disk. Leases and queued results are not kept: their generators have them."""
+
+    data_epoch: int
+    prompt: int
+    attempt: int
+    min_attempt: int
+    taken: Taken | None
+
+
+class LedgerState(NamedTuple):
+    """A ledger on disk."""
+
+    cursor: CursorState
+    largest_bytes: int
+    open: list[Open]
 
 
 class Ledger:
-    """All groups, by id `<data epoch>/<prompt id>`; walks the prompts in a seeded order per data epoch."""
+    """All groups, by id `<data epoch>/<prompt id>`, in the order of the cursor."""
 
     def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        if not len(prompts):
-            raise TaskError("the task has no training prompts")
         self.prompts = prompts
+        self.cursor = Cursor(prompts, seed)
         self.entries: dict[str, Entry] = {}
         self.pending: dict[str, Entry] = {}
+        self._fresh: dict[str, Entry] = {}
         self.num_bytes = 0
         self.largest_bytes = 0
-        self._seed = seed
-        self._data_epoch, self._position = -1, len(prompts)
-        self._order: NDArray[np.int64] = np.empty(0, np.int64)
         self._counts: Counter[State] = Counter()
-        self._resolved: dict[int, set[str]] = {}
         self._arrivals = 0
 
     def count(self, state: State) -> int:
@@ -93,31 +117,21 @@ class Ledger:
         return [e for e in self.entries.values() if e.state is state]
 
     def next_entry(self) -> Entry:
-        """The group to lease next: one that must be leased again, else the next prompt."""
-        if self.pending:
-            return next(iter(self.pending.values()))
-        if self._position == len(self.prompts):
-            self._data_epoch += 1
-            self._position = 0
-            self._order = np.random.default_rng([self._seed, self._data_epoch]).permutation(len(self.prompts))
-            # An epoch with every prompt resolved needs no ids: its groups are known by their number.
-            self._resolved = {e: ids for e, ids in self._resolved.items() if len(ids) < len(self.prompts)}
-            self._resolved[self._data_epoch] = set()
-        index = int(self._order[self._position])
-        self._position += 1
-        group_id = f"{self._data_epoch}/{self.prompts[index].prompt_id}"
-        if group_id in self.entries or self.is_resolved(group_id):
-            raise TaskError(f"two training prompts have the id {self.prompts[index].prompt_id!r}")
-        entry = Entry(group_id, index, self._data_epoch)
-        self.entries[group_id] = self.pending[group_id] = entry
-        self._counts[State.PENDING] += 1
-        return entry
+        """The group to lease next: one that must be leased again, else the next prompt.
+
+        In this order, so that not more groups are ever out than the admission rule allows at once.
+        """
+        for waiting in (self.pending, self._fresh):
+            if waiting:
+                return next(iter(waiting.values()))
+        return self._open(*self.cursor.next())
 
     def move(self, entry: Entry, state: State) -> None:
         """Change an entry's state. The payload is dropped on the way back to pending."""
         self._counts[entry.state] -= 1
         self._counts[state] += 1
         self.pending.pop(entry.group_id, None)
+        self._fresh.pop(entry.group_id, None)
         entry.state = state
         if state is not State.LEASED:
             entry.lease = None
@@ -135,21 +149,63 @@ class Ledger:
         self.move(entry, State.QUEUED)
 
     def resolve(self, entry: Entry) -> None:
-        """Close a group for good; its id stays known until its data epoch is complete."""
+        """Close a group for good."""
         self._forget_payload(entry)
         self._counts[entry.state] -= 1
         self.pending.pop(entry.group_id, None)
+        self._fresh.pop(entry.group_id, None)
         del self.entries[entry.group_id]
-        self._resolved[entry.data_epoch].add(entry.group_id)
+        self.cursor.resolve(entry.data_epoch, entry.index)
 
     def is_resolved(self, group_id: str) -> bool:
         """True for a group that was open once and is not any more."""
-        number = group_id.partition("/")[0]
-        if not (number.isascii() and number.isdigit() and len(number) < 10) or int(number) > self._data_epoch:
-            return False
-        ids = self._resolved.get(int(number))
-        return ids is None or group_id in ids
+        return self.cursor.is_resolved(group_id)
+
+    def refill(self, entry: Entry, payload: Sequence[Buffer]) -> None:
+        """The payload of a group in a take came again."""
+        assert entry.state is State.TAKEN and not entry.payload
+        entry.payload, entry.num_bytes = tuple(payload), sum(len(b) for b in payload)
+        self.num_bytes += entry.num_bytes
+
+    def save(self) -> LedgerState:
+        """Every open group, and the cursor with its reserve."""
+        opened = [
+            Open(e.data_epoch, e.index, e.attempt, e.min_attempt, _taken(e) if e.state is State.TAKEN else None)
+            for e in self.entries.values()
+        ]
+        return LedgerState(self.cursor.save(self._counts[State.PENDING]), self.largest_bytes, opened)
+
+    def load(self, state: LedgerState) -> None:
+        """Go on from there: what is not in a take waits to be leased or claimed, also what was only reserved."""
+        assert not self.entries
+        self.cursor.load(state.cursor)
+        self.largest_bytes = state.largest_bytes
+        for o in state.open:
+            entry = self._open(o.data_epoch, o.prompt)
+            entry.attempt, entry.min_attempt = o.attempt, o.min_attempt
+            if o.taken is not None:
+                entry.digest, entry.sender = o.taken.digest, o.taken.sender
+                self.move(entry, State.TAKEN)
+                entry.take_id = o.taken.take_id
+        while self.cursor.given < state.cursor.reserved:
+            self._open(*self.cursor.next())
+        self._fresh = {i: e for i, e in self.pending.items() if e.attempt == 0}
+        self.pending = {i: e for i, e in self.pending.items() if e.attempt > 0}
+        for entry in self.entries.values():
+            entry.restored = True
+
+    def _open(self, data_epoch: int, index: int) -> Entry:
+        entry = Entry(self.cursor.group_id(data_epoch, index), index, data_epoch)
+        assert entry.group_id not in self.entries
+        self.entries[entry.group_id] = self.pending[entry.group_id] = entry
+        self._counts[State.PENDING] += 1
+        return entry
 
     def _forget_payload(self, entry: Entry) -> None:
         self.num_bytes -= entry.num_bytes
         entry.payload, entry.num_bytes, entry.digest, entry.take_id = (), 0, None, -1
+
+
+def _taken(entry: Entry) -> Taken:
+    assert entry.digest is not None
+    return Taken(entry.take_id, entry.sender, entry.digest)

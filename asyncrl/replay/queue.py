@@ -7,24 +7,21 @@ what a take gives out for update u holds no group of which every token is older 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from asyncrl.arrays import Buffer
 from asyncrl.replay.admission import num_batches, refusal
-from asyncrl.replay.clock import Clock
-from asyncrl.replay.digest import GroupDigest, digest, problem
+from asyncrl.replay.clock import Clock, ClockState
+from asyncrl.replay.digest import GroupDigest
 from asyncrl.replay.exits import Exits
-from asyncrl.replay.ledger import Entry, Lease, Ledger, State
+from asyncrl.replay.intake import Intake, Put
+from asyncrl.replay.ledger import Entry, Lease, Ledger, LedgerState, State
 from asyncrl.replay.limits import Limits
-from asyncrl.replay.takes import Candidate, Take, balance, cut, select
-from asyncrl.replay.tally import Tally
+from asyncrl.replay.recovery import Recovery
+from asyncrl.replay.takes import Candidate, Take, cut, select
+from asyncrl.replay.tally import Tally, TallyState
 from asyncrl.types import Group, ModelInfo, Prompt, Version
-
-log = logging.getLogger(__name__)
 
 _KEPT_TAKES = 64
 
@@ -34,13 +31,6 @@ class Grant(NamedTuple):
 
     leases: list[Lease]
     idle: str
-
-
-class Put(NamedTuple):
-    """What became of a group. admitted, known: keep it until resolved. resolved, refused: forget it."""
-
-    status: Literal["admitted", "known", "resolved", "refused"]
-    reason: str = ""
 
 
 class Committed(NamedTuple):
@@ -53,8 +43,22 @@ class Committed(NamedTuple):
     outcome: str
 
 
+class QueueState(NamedTuple):
+    """A queue on disk: what its generators and the learner cannot tell it again."""
+
+    clock: ClockState
+    ledger: LedgerState
+    tally: TallyState
+    takes: list[Take]
+    retired_take: int
+    closed: bool
+
+
 class ReplayQueue:
-    """Prompts, leases, groups and takes of one run."""
+    """Prompts, leases, groups and takes of one run.
+
+    While `unsaved` is true, nobody may hear of what was done last: `save` goes to the disk first.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], limits: Limits, model: ModelInfo | None = None) -> None:
         self.limits, self.model = limits, model
@@ -63,9 +67,63 @@ class ReplayQueue:
         self.ledger = Ledger(prompts, limits.seed)
         self.closed = False
         self.waiting = "nothing was asked for"
+        self.recovery = Recovery()
+        self._changed = False
         self._takes: dict[int, Take] = {}
         self._retired_take = -1
         self._exits = Exits(limits, self.clock, self.ledger, self.tally)
+        self._intake = Intake(limits, self.clock, self.ledger, self.tally, self._exits, self.recovery, model)
+
+    # --- the disk -------------------------------------------------------------------------------
+
+    @property
+    def unsaved(self) -> bool:
+        """True when a queue that is loaded from the last save would contradict this one."""
+        return self._changed or self.ledger.cursor.given > self.ledger.cursor.saved
+
+    def save(self) -> QueueState:
+        """What must outlive this process. Payloads, queued results and leases stay with their generators."""
+        self._changed = False
+        taken = {e.take_id for e in self.ledger.of_state(State.TAKEN)}
+        takes = [t for t in self._takes.values() if t.take_id in taken]
+        retired = max([self._retired_take, *(set(self._takes) - taken)])
+        return QueueState(self.clock.save(), self.ledger.save(), self.tally.save(), takes, retired, self.closed)
+
+    def load(self, state: QueueState) -> None:
+        """Go on from there, in a queue that was just made."""
+        self.clock.load(state.clock)
+        self.ledger.load(state.ledger)
+        self.tally.load(state.tally)
+        self._takes = {t.take_id: t for t in state.takes}
+        self._retired_take, self.closed = state.retired_take, state.closed
+
+    def claim(
+        self, generator_id: str, held: Version, sampling: Sequence[str], kept: Sequence[str], now: float
+    ) -> list[str]:
+        """A generator says which leases it samples, and of which it keeps the result, to send it again.
+
+        What waits to be leased is leased to it again. Returns the leases that have become useless.
+        """
+        useless, finished = [], set(kept)
+        for lease_id in [*sampling, *kept]:
+            group_id, _, number = lease_id.rpartition("#")
+            attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
+            entry = self.ledger.entries.get(group_id)
+            if entry is None:
+                useless.append(lease_id)
+            elif entry.state is State.TAKEN and not entry.payload and entry.sender == generator_id:
+                if entry.digest is not None and entry.digest.attempt == attempt and lease_id in finished:
+                    self.recovery.promise(group_id, generator_id)
+            elif entry.state is State.PENDING and entry.min_attempt <= attempt <= self._intake.last_attempt(entry):
+                entry.attempt = max(entry.attempt, attempt)
+                self._lease_out(entry, Lease(
+                    lease_id, group_id, attempt, self.ledger.prompts[entry.index], generator_id, held,
+                    now + self.limits.lease_timeout_s,
+                ))  # fmt: skip
+                if lease_id in finished:
+                    self.recovery.promise(group_id, generator_id)
+        self.recovery.returned(generator_id)
+        return useless
 
     # --- versions -------------------------------------------------------------------------------
 
@@ -78,12 +136,11 @@ class ReplayQueue:
         epoch = self.clock.epoch
         if not self.clock.publish(version):
             return False
+        self._changed = True
         if version.epoch != epoch:
-            self._takes.clear()
+            for take_id in list(self._takes):
+                self.dissolve(take_id)
             self._retired_take = -1
-            for entry in self.ledger.of_state(State.TAKEN):
-                entry.take_id = -1
-                self.ledger.move(entry, State.QUEUED)
         self._exits.evict_old(self.clock.update)
         return True
 
@@ -104,14 +161,19 @@ class ReplayQueue:
             lease_id = f"{entry.group_id}#{entry.attempt}"
             expires = now + self.limits.lease_timeout_s
             lease = Lease(lease_id, entry.group_id, entry.attempt, prompt, generator_id, held, expires)
-            self.ledger.move(entry, State.LEASED)
-            entry.lease = lease
+            self._lease_out(entry, lease)
             leases.append(lease)
         return Grant(leases, idle)
 
     def refusal(self, held: Version) -> str:
         """Why a generator that holds `held` gets no lease now, or ""."""
+        if self.recovery.active:
+            return "recovering"
         return "done" if self.closed else refusal(held, self.limits, self.clock, self.ledger)
+
+    def _lease_out(self, entry: Entry, lease: Lease) -> None:
+        self.ledger.move(entry, State.LEASED)
+        entry.lease = lease
 
     def withdraw(self, leases: Iterable[Lease]) -> None:
         """Take back leases that never reached their generator; they do not count as attempts."""
@@ -133,6 +195,7 @@ class ReplayQueue:
 
     def expire(self, now: float) -> None:
         """Give out again what is leased for too long. A late result is still welcome once."""
+        self.recovery.tick(now)
         for entry in self.ledger.of_state(State.LEASED):
             if entry.lease is not None and entry.lease.expires <= now:
                 self.tally.count("lease_expired")
@@ -140,6 +203,7 @@ class ReplayQueue:
 
     def generator_lost(self, generator_id: str, reason: str = "dead_generator") -> None:
         """Give out again everything that a generator was sampling."""
+        self.recovery.lost(generator_id)
         for entry in self.ledger.of_state(State.LEASED):
             if entry.lease is not None and entry.lease.generator_id == generator_id:
                 self.tally.count(reason)
@@ -149,69 +213,7 @@ class ReplayQueue:
 
     def put(self, group: Group, payload: Sequence[Buffer], sender: str) -> Put:
         """A finished group with its frames. Once per group id; the first result wins, late or not."""
-        entry = self.ledger.entries.get(group.group_id)
-        if entry is None:
-            if self.ledger.is_resolved(group.group_id) or self.closed:
-                return self._known("resolved")
-            return self._refuse(None, group, sender, "unknown_group", "it was never leased here")
-        if entry.state in (State.QUEUED, State.TAKEN):
-            return self._known("known" if entry.sender == sender else "resolved")
-        if group.attempt < entry.min_attempt:
-            return self._known("resolved")
-        found = self._problem(entry, group)
-        if found is not None:
-            return self._refuse(entry, group, sender, *found)
-        d = digest(group)
-        left = self._unusable(entry, d)
-        if left is not None:
-            return left
-        if entry.lease is None or entry.lease.attempt != group.attempt:
-            self.tally.count("late_result")
-            self._exits.cancel(entry)
-        self.ledger.store(entry, d, payload, sender)
-        return Put("admitted")
-
-    def _problem(self, entry: Entry, group: Group) -> tuple[str, str] | None:
-        if not 1 <= group.attempt <= entry.attempt:
-            return "unknown_attempt", f"attempt {group.attempt} of {entry.attempt}"
-        prompt = self.ledger.prompts[entry.index]
-        if group.prompt.prompt_id != prompt.prompt_id or not np.array_equal(group.prompt.token_ids, prompt.token_ids):
-            return "wrong_prompt", f"prompt {group.prompt.prompt_id!r} is not the leased one"
-        for t in group.trajectories:
-            for s in t.segments:
-                if self.clock.unknown(s.version):
-                    return "future_version", f"sampled under {s.version}, the newest is {self.clock.newest}"
-        return problem(group, self.limits.group_size, self.model)
-
-    def _known(self, status: Literal["known", "resolved"]) -> Put:
-        self.tally.count("duplicate")
-        return Put(status)
-
-    def _refuse(self, entry: Entry | None, group: Group, sender: str, reason: str, why: str) -> Put:
-        self.tally.count(reason)
-        log.warning("group %s of %s refused (%s): %s", group.group_id, sender, reason, why)
-        lease = entry.lease if entry is not None else None
-        if entry is not None and lease is not None and lease.attempt == group.attempt:
-            self._exits.give_back(entry)
-        return Put("refused", f"{reason}: {why}")
-
-    def _unusable(self, entry: Entry, d: GroupDigest) -> Put | None:
-        """What can train nothing leaves at once: too old, without a loss token, or without a lesson."""
-        lost = any(self.clock.lost(v) for v in d.versions)
-        if d.versions and (lost or self._last_update(d) < self.clock.update):
-            reason = "lost_version" if lost else "stale"
-            if entry.lease is not None and entry.lease.attempt == d.attempt:
-                self._exits.age_out(entry, d, reason)
-            else:
-                self.tally.count(reason)
-                self.tally.leave_out(d, self.clock.update)
-            return Put("resolved", reason)
-        flat = self.limits.zero_variance == "refill" and d.zero_variance
-        if flat or not d.versions:
-            self._exits.cancel(entry, but=d.attempt)
-            self._exits.drop(entry, "zero_variance" if d.versions else "no_tokens")
-            return Put("resolved", "zero_variance" if d.versions else "no_tokens")
-        return None
+        return self._intake.put(group, payload, sender, self.closed)
 
     # --- groups out -----------------------------------------------------------------------------
 
@@ -232,6 +234,9 @@ class ReplayQueue:
         if self.clock.newest is None:
             self.waiting = "no version was published"
             return None
+        if self.recovery.active:
+            self.waiting = f"{self.recovery.waiting} after the restart of replay"
+            return None
         self._exits.evict_old(update)
         count, size = num_batches(update, self.limits, self.clock), self.limits.groups_per_update
         chosen, late = select(self._candidates(), update, count, size)
@@ -242,11 +247,14 @@ class ReplayQueue:
             self.waiting = f"{len(chosen)} of {count * size} groups for update {update}, {leased} leased"
             return None
         batches = cut(chosen, update, count, size, (self.limits.seed, self.clock.epoch, update))
-        take = Take(take_id, update, batches, tuple(update + m - self.limits.max_lag for m in range(count)))
+        tokens = tuple(tuple(self._tokens(i) for i in ids) for ids in batches)
+        bounds = tuple(update + m - self.limits.max_lag for m in range(count))
+        take = Take(take_id, update, batches, bounds, tokens)
         for candidate in chosen:
             entry = self.ledger.entries[candidate.group_id]
             self.ledger.move(entry, State.TAKEN)
             entry.take_id = take_id
+        self._changed = True
         self._remember(take)
         return take
 
@@ -258,13 +266,30 @@ class ReplayQueue:
         """
         if not 0 <= rank < world <= 2**16:
             raise ValueError(f"rank {rank} of a world of {world}")
+        take = self._takes[take_id]
         out: list[tuple[int, Entry]] = []
-        for m, ids in enumerate(self._takes[take_id].batches):
-            found = [e for i in ids if (e := self.ledger.entries.get(i)) is not None and e.take_id == take_id]
-            sizes = [(e.group_id, e.digest.tokens) for e in found if e.digest is not None]
-            mine = set(balance(sizes, world)[rank])
-            out += [(m, e) for e in found if e.group_id in mine]
+        for m, ids in enumerate(take.batches):
+            mine = take.part(m, rank, world)
+            found = [e for i in ids if i in mine and (e := self.ledger.entries.get(i)) is not None]
+            out += [(m, e) for e in found if e.take_id == take_id]
         return out
+
+    def dissolve(self, take_id: int) -> None:
+        """A take that no rank has is undone: its groups wait to be taken, those without a payload to be leased."""
+        self._changed = True
+        del self._takes[take_id]
+        for entry in self.ledger.of_state(State.TAKEN):
+            if entry.take_id == take_id and entry.payload:
+                entry.take_id = -1
+                self.ledger.move(entry, State.QUEUED)
+            elif entry.take_id == take_id:
+                self.give_up(entry)
+
+    def give_up(self, entry: Entry) -> None:
+        """The payload of a group in a take is lost with its generator: the prompt is leased again."""
+        self._changed = True
+        self.tally.count("lost_payload")
+        self._exits.give_back(entry)
 
     def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str]) -> list[Committed]:
         """Resolve groups of a batch. update is the learner's clock after it; trained advanced it by one.
@@ -287,13 +312,21 @@ class ReplayQueue:
                 self.tally.count("skipped")
             done.append(Committed(used_at, self.clock.epoch, group_id, entry.digest.generator_id, outcome))
             self._exits.resolve(entry)
+        self._changed = True
         self.clock.advance(update)
         self._exits.evict_old(self.clock.update)
         return done
 
+    def repeat(self, committed: Iterable[Committed]) -> None:
+        """Commits that an earlier process wrote down after its last save."""
+        for c in committed:
+            entry = self.ledger.entries.get(c.group_id)
+            if entry is not None:
+                self.commit(entry.take_id, c.update + (c.outcome == "trained"), c.outcome, [c.group_id])
+
     def close(self) -> None:
         """The run is over: every open group is resolved and every lease cancelled."""
-        self.closed = True
+        self.closed = self._changed = True
         for entry in list(self.ledger.entries.values()):
             self.tally.count("run_over")
             self._exits.cancel(entry)
@@ -308,6 +341,11 @@ class ReplayQueue:
         """(generator, lease id) of leases that became useless since the last call."""
         out, self._exits.cancelled = self._exits.cancelled, []
         return out
+
+    def _tokens(self, group_id: str) -> int:
+        d = self.ledger.entries[group_id].digest
+        assert d is not None
+        return d.tokens
 
     def _last_update(self, d: GroupDigest) -> int:
         return d.last_update(self.limits.stale, self.limits.max_lag)

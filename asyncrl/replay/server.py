@@ -20,6 +20,7 @@ from asyncrl.replay.journal import Journal
 from asyncrl.replay.limits import check_capacity, group_bytes, limits_of
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.service import ReplayServer
+from asyncrl.replay.snapshot import SnapshotFile, fingerprint
 from asyncrl.tasks import build
 from asyncrl.transport.rendezvous import publish_address
 from asyncrl.transport.sockets import Server
@@ -49,7 +50,8 @@ def _stop_signals() -> Iterator[threading.Event]:
 def run(config: Config, run_dir: Path) -> None:
     """The replay role: serves until the run is over (Done and evaluations) or SIGTERM.
 
-    Writes run_dir/replay.address once it is bound. Raises ConfigError, TaskError or TransportError.
+    Writes run_dir/replay.address once it is bound. Goes on from run_dir/replay.snapshot, if there is one.
+    Raises ConfigError, TaskError, RunError or TransportError.
     """
     task = build(config.task, config.model.path)
     model = describe(config.model.path)
@@ -67,19 +69,32 @@ def run(config: Config, run_dir: Path) -> None:
         max_attempts=config.replay.max_attempts,
     )
     run_dir.mkdir(parents=True, exist_ok=True)
+    snapshots = SnapshotFile(run_dir, fingerprint(config, model))
+    snapshot = snapshots.read()
     address = run_dir / "replay.address"
     address.unlink(missing_ok=True)
-    socket = Server(config.replay.bind, config.replay.security)
+    r = config.replay
+    socket = Server(r.bind, r.security, keys=r.keys, refused=queue.tally.counters)
     journal = Journal(run_dir)
     try:
         server = ReplayServer(
-            queue, evaluations, socket, heartbeat_timeout_s=config.replay.heartbeat_timeout_s, journal=journal
+            queue,
+            evaluations,
+            socket,
+            heartbeat_timeout_s=config.replay.heartbeat_timeout_s,
+            journal=journal,
+            snapshots=snapshots,
         )
+        if snapshot is not None:
+            server.resume(snapshot)
+        server.save()
         with _stop_signals() as stop:
             publish_address(address, socket.address)
             log.info("serving at %s", socket.address)
             while not (stop.is_set() or server.over):
                 server.step()
+        if server.finished:
+            snapshots.remove()
         log.info("stopped: %s", "the run is over" if server.over else "signal")
     finally:
         address.unlink(missing_ok=True)

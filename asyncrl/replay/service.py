@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable
 
 from asyncrl import wire
@@ -18,6 +19,7 @@ from asyncrl.replay.journal import Journal
 from asyncrl.replay.ledger import Lease
 from asyncrl.replay.peers import Peer, Peers, foreign_schema, objection, wrong_schema
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.snapshot import Snapshot, SnapshotFile
 from asyncrl.replay.state import state
 from asyncrl.transport.sockets import Server
 from asyncrl.types import Version
@@ -45,11 +47,15 @@ class ReplayServer:
         *,
         heartbeat_timeout_s: float = 15.0,
         journal: Journal | None = None,
+        snapshots: SnapshotFile | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue, self.evaluations, self.socket, self.peers = queue, evaluations, socket, Peers()
         self._heartbeat_timeout_s, self._journal, self._now = heartbeat_timeout_s, journal, now
         self._desk = Desk(queue)
+        self._snapshots = snapshots
+        self._boot, self._restarts = uuid.uuid4().hex, 0
+        self._saved: tuple[set[str], str, int] = (set(), "", 0)
         self._source = ""
         self._logged: set[str] = set()
         self._owed: dict[str, list[str]] = {}
@@ -58,6 +64,38 @@ class ReplayServer:
         self._finished_at: float | None = None
         self._stopped_at: float | None = None
         self._fetched = False
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Go on where an earlier process was killed: its snapshot, and what it committed since."""
+        now = self._now()
+        self._restarts, self._source = snapshot.restarts + 1, snapshot.source
+        self.queue.load(snapshot.queue)
+        self.evaluations.load(snapshot.evaluations)
+        if self._journal is not None:
+            self.queue.repeat(self._journal.since(snapshot.journal_bytes))
+        if snapshot.done:
+            self._done_at = now
+            self.evaluations.finish(self.queue.clock.newest, now)
+        self.queue.recovery.begin(snapshot.generators, now + self._heartbeat_timeout_s)
+        log.warning("started again at update %d; waiting for %s", self.queue.clock.update, snapshot.generators)
+
+    def save(self) -> None:
+        """Write the snapshot if the last one is out of date, before anybody hears why."""
+        alive = {name for name, g in self.peers.generators.items() if g.alive}
+        names, source, evaluations = self._saved
+        current = alive <= names and source == self._source and evaluations == len(self.evaluations.finished)
+        if self._snapshots is None or (current and not self.queue.unsaved):
+            return
+        self._saved = alive, self._source, len(self.evaluations.finished)
+        self._snapshots.write(
+            restarts=self._restarts,
+            queue=self.queue.save(),
+            evaluations=self.evaluations.save(),
+            source=self._source,
+            generators=sorted(alive),
+            done=self._done_at is not None,
+            journal_bytes=self._journal.num_bytes if self._journal is not None else 0,
+        )
 
     @property
     def finished(self) -> bool:
@@ -78,7 +116,9 @@ class ReplayServer:
             self._ticked = now
             self._tick(now)
         note = f"newest version {self.queue.clock.newest}, {self.peers.num_alive} generators alive"
-        for identity, reply in self._desk.answers(now, note):
+        replies = self._desk.answers(now, note)
+        self.save()
+        for identity, reply in replies:
             self.socket.send(identity, reply)
         self._notify()
 
@@ -103,7 +143,7 @@ class ReplayServer:
         if isinstance(message, wire.Status):
             return self._status(identity, peer)
         if peer is None:
-            return self._refuse(identity, "no_hello", "say Hello first: replay does not know this peer")
+            return self._rejoin(identity)
         if peer.role == "generator":
             return self._from_generator(peer, message, now)
         return self._from_learner(peer, message, now)
@@ -135,20 +175,22 @@ class ReplayServer:
         match message:
             case wire.Take():
                 self._desk.park(peer.identity, message, now)
-            case wire.Commit(take_id=take_id, update=update, outcome=outcome, group_ids=group_ids):
+            case wire.Commit(take_id=take_id, update=update, outcome=outcome, group_ids=group_ids, seq=seq):
                 committed = self.queue.commit(take_id, update, outcome, group_ids)
                 if self._journal is not None:
                     self._journal.write(committed)
-                self._send(peer, wire.Ack([], group_ids))
-            case wire.Published(epoch=epoch, update=update, source=source):
+                self.save()
+                self._send(peer, wire.Ack([], group_ids, seq))
+            case wire.Published(epoch=epoch, update=update, source=source, seq=seq):
                 self._published(Version(epoch, update), source, now)
-                self._send(peer, wire.Ack([], []))
-            case wire.Done():
+                self._send(peer, wire.Ack([], [], seq))
+            case wire.Done(seq=seq):
                 if self._done_at is None:
                     self._done_at = now
                     self.queue.close()
                     self.evaluations.finish(self.queue.clock.newest, now)
-                self._send(peer, wire.Ack([], []))
+                    self.save()
+                self._send(peer, wire.Ack([], [], seq))
             case _:
                 raise ValueError(f"a learner may not send {type(message).__name__}")
 
@@ -160,18 +202,29 @@ class ReplayServer:
         if self.peers.join(identity, hello, now):
             self._lost(hello.peer_id, "restarted_generator")
         self._desk.forget_all_but(set(self.peers.known))
-        clock = self.queue.clock
+        clock, useless = self.queue.clock, []
+        if hello.role == "generator":
+            held = Version(*hello.held) if hello.held is not None else clock.newest or Version(0, 0)
+            useless = self.queue.claim(hello.peer_id, held, hello.leases, hello.kept, now)
+        self.save()
+        if useless:
+            # Before the Welcome, after which it sends again what it keeps.
+            kept = [i.rpartition("#")[0] for i in set(useless) & set(hello.kept)]
+            self._send(self.peers.known[identity], wire.Ack([], kept))
+            self._send(self.peers.known[identity], wire.Cancel(useless))
         newest = (*clock.newest, self._source) if clock.newest is not None else None
-        self._send(self.peers.known[identity], wire.Welcome(clock.epoch, clock.update, newest))
+        self._send(self.peers.known[identity], wire.Welcome(clock.epoch, clock.update, newest, self._boot))
 
     def _lease(self, peer: Peer, request: wire.LeaseRequest, now: float) -> None:
         """Evaluation responses first, training groups for the rest."""
         held = Version(*request.held)
         want, rows = min(max(request.want, 0), MAX_WANT), min(max(request.rows, 0), MAX_WANT)
-        extra = self.evaluations.lease(peer.name, held, rows or want, now)
+        waiting = self.queue.recovery.active
+        extra = [] if waiting else self.evaluations.lease(peer.name, held, rows or want, now)
         size = self.queue.limits.group_size
         left = want - len(extra) if not rows else min(want, (rows - len(extra)) // size)
         leases, idle = self.queue.lease(peer.name, held, max(0, left), now)
+        self.save()
         if not self._send(peer, wire.Leases(extra + [_to_msg(x, now) for x in leases], idle)):
             self.queue.withdraw(leases)
             for lease in extra:
@@ -180,8 +233,10 @@ class ReplayServer:
 
     def _group(self, identity: bytes, frames: list[wire.Buffer], now: float) -> None:
         peer = self.peers.seen(identity, now)
-        if peer is None or peer.role != "generator":
-            return self._refuse(identity, "no_hello", "say Hello first: groups come from generators")
+        if peer is None:
+            return self._rejoin(identity)
+        if peer.role != "generator":
+            raise ValueError("groups come from generators")
         group = wire.decode_group(frames)
         status, _ = self.queue.put(group, frames, peer.name)
         keep = status in ("admitted", "known")
@@ -191,17 +246,19 @@ class ReplayServer:
         if min(version) < 0:
             raise ValueError(f"version {version} is negative")
         if not self.queue.publish(version):
-            return
+            # A learner that has just begun again may publish the same version from another place.
+            self._source = source if version == self.queue.clock.newest else self._source
+            return self.save()
         self._source = source
         self.evaluations.publish(version)
+        self.save()
         for name, generator in self.peers.generators.items():
             generator.told_at = now
             self._tell(name, wire.NewVersion(version.epoch, version.update, source))
 
     def _status(self, identity: bytes, peer: Peer | None) -> None:
-        sent = self.socket.send(
-            identity, wire.encode(wire.StatusReply(state(self.queue, self.evaluations, self.peers, self.finished)))
-        )
+        values = state(self.queue, self.evaluations, self.peers, self.finished, self._restarts)
+        sent = self.socket.send(identity, wire.encode(wire.StatusReply(values)))
         if sent and self.finished and peer is not None and peer.role == "learner":
             self._fetched = True
 
@@ -214,7 +271,8 @@ class ReplayServer:
                 "generator %s was silent for %g s; its leases are given out again", name, self._heartbeat_timeout_s
             )
             self._lost(name, "dead_generator")
-        self.evaluations.tick(self.queue.clock.newest, self.peers.held(), now)
+        if not self.queue.recovery.active:
+            self.evaluations.tick(self.queue.clock.newest, self.peers.held(), now)
         if self.finished and self._finished_at is None:
             self._finished_at = now
         if self._finished_at is None or self._stopped_at is not None:
@@ -260,6 +318,11 @@ class ReplayServer:
         self.queue.tally.count(counter)
         self._log_once(f"{counter}: {why}")
         self.socket.send(identity, wire.encode(wire.Refused(why)))
+
+    def _rejoin(self, identity: bytes) -> None:
+        """A stranger: most often one that knew an earlier process of this replay."""
+        self.queue.tally.count("no_hello")
+        self.socket.send(identity, wire.encode(wire.Rejoin()))
 
     def _malformed(self, identity: bytes, frames: list[wire.Buffer], exc: WireError) -> None:
         self.queue.tally.count("malformed")

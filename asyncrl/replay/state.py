@@ -10,8 +10,8 @@ from asyncrl.replay.peers import Peers
 from asyncrl.replay.queue import ReplayQueue
 
 
-def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, finished: bool) -> dict[str, Any]:
-    """Gauges now, counters since start, finished evaluations. JSON-like."""
+def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, finished: bool, restarts: int) -> dict[str, Any]:
+    """Gauges now, counters of the run, finished evaluations, restarts of replay. JSON-like."""
     tally = queue.tally
     return {
         "update": queue.clock.update,
@@ -30,4 +30,5 @@ def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, finished: 
         "generators": {name: g.state() for name, g in peers.generators.items()},
         "evaluations": evaluations.finished,
         "finished": finished,
+        "restarts": restarts,
     }

@@ -6,20 +6,27 @@ G groups per batch, M batches. Batch m trains update u + m.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
-    """A frozen take: batches[m] are the group ids for update + m, bounds[m] its lowest usable update."""
+class Take(NamedTuple):
+    """A frozen take: batches[m] are the group ids for update + m, bounds[m] its lowest usable update.
+
+    tokens[m] are the sizes of batches[m]: they decide which rank gets what, whatever became of the groups since.
+    """
 
     take_id: int
     update: int
     batches: tuple[tuple[str, ...], ...]
     bounds: tuple[int, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+    def part(self, batch: int, rank: int, world: int) -> set[str]:
+        """Group ids of one rank's part of a batch."""
+        sizes = list(zip(self.batches[batch], self.tokens[batch], strict=True))
+        return set(balance(sizes, world)[rank])
 
 
 class Candidate(NamedTuple):

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
+from typing import NamedTuple
 
 from asyncrl.replay.digest import GroupDigest
 
 MAX_REASONS = 64
 """Reasons that come from other processes; later ones are counted together."""
+
+
+class SumsState(NamedTuple):
+    """Sums on disk."""
+
+    responses: int
+    length: int
+    reward: float
+    lag: int
+
+
+class TallyState(NamedTuple):
+    """A tally on disk."""
+
+    counters: dict[str, int]
+    idle: dict[str, int]
+    left_out: SumsState
+    trained: SumsState
+    dropped: list[tuple[str, str]]
 
 
 class Sums:
@@ -28,9 +48,17 @@ class Sums:
         """count, and the sums of length, reward and lag."""
         return {"count": self.count, "length": self.length, "reward": self.reward, "lag": self.lag}
 
+    def save(self) -> SumsState:
+        """All of it."""
+        return SumsState(self.count, self.length, self.reward, self.lag)
+
+    def load(self, state: SumsState) -> None:
+        """Go on from there."""
+        self.count, self.length, self.reward, self.lag = state
+
 
 class Tally:
-    """Counts since start. idle: lease requests that got less than they asked for."""
+    """Counts of the run. idle: lease requests that got less than they asked for."""
 
     def __init__(self) -> None:
         self.counters: Counter[str] = Counter()
@@ -66,6 +94,22 @@ class Tally:
             elif r.updates:
                 self.count("stale_response")
                 self.left_out.add(r.length, r.reward, update - r.updates[0])
+
+    def save(self) -> TallyState:
+        """All of it."""
+        sums = self.left_out.save(), self.trained.save()
+        return TallyState(dict(self.counters), dict(self.idle), *sums, list(self.dropped))
+
+    def load(self, state: TallyState) -> None:
+        """Go on from there; the counters stay the same objects."""
+        self.counters.clear()
+        self.counters.update(state.counters)
+        self.idle.clear()
+        self.idle.update(state.idle)
+        self.left_out.load(state.left_out)
+        self.trained.load(state.trained)
+        self.dropped.clear()
+        self.dropped.extend(state.dropped)
 
     def drop(self, group_id: str, reason: str) -> None:
         """Remember which prompt was given up."""

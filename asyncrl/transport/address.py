@@ -6,11 +6,15 @@ the side that binds and to the side that connects.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import ipaddress
 import socket
+import struct
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from asyncrl.errors import TransportError
+from asyncrl.errors import ConfigError, TransportError
 
 
 class Address(NamedTuple):
@@ -65,17 +69,35 @@ def is_loopback(host: str) -> bool:
     return numeric != "*" and ipaddress.ip_address(numeric.partition("%")[0]).is_loopback
 
 
+def refuse_open(bind: str, security: str, setting: str) -> None:
+    """ConfigError for an address that other machines reach without a decision who may use it."""
+    if security == "loopback" and not is_loopback(parse(bind).host):
+        section = setting.rpartition(".")[0]
+        raise ConfigError(
+            f"{setting}={bind!r} can be reached from other machines, and with {section}.security=loopback anyone "
+            f"there could send data; set {setting}=tcp://127.0.0.1:*, or {section}.security=curve and {section}.keys="
+            f"DIR (`asyncrl keys new DIR` makes them), or, on a network you trust, {section}.security=none"
+        )
+
+
 def reachable(endpoint: str) -> str:
-    """What others should connect to for a bound endpoint: a wildcard host becomes this host's name."""
+    """What others should connect to for a bound endpoint: a wildcard becomes an address of this host."""
     host, port = parse(endpoint)
     numeric = host.removeprefix("::ffff:") if host.startswith("::ffff:") and "." in host else host
     if numeric in ("*", "::", "0.0.0.0"):
-        numeric = socket.gethostname()
-        try:
-            resolve(numeric)
-        except TransportError:
-            numeric = "127.0.0.1"
+        numeric = own_address(only_ipv4=numeric == "0.0.0.0")
     return str(Address(numeric, port))
+
+
+def own_address(only_ipv4: bool = False) -> str:
+    """A numeric address under which other hosts reach this one: what its name means, else the one on the
+    default route, else the first of an interface. 127.0.0.1 for a host without a network.
+    """
+    for find in (_named, _routed, _on_interfaces):
+        for found in find():
+            if not (only_ipv4 and ":" in found) and _is_ours(found):
+                return found
+    return "127.0.0.1"
 
 
 def _port(text: str, port: str) -> int | None:
@@ -90,5 +112,46 @@ def _is_literal(host: str) -> bool:
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
+        return False
+    return True
+
+
+def _named() -> list[str]:
+    """Addresses of this host's name, IPv4 first. On many systems that is a loopback address only."""
+    try:
+        infos = socket.getaddrinfo(socket.gethostname(), None, proto=socket.IPPROTO_TCP)
+    except (OSError, UnicodeError):
+        return []
+    return sorted((str(info[4][0]) for info in infos), key=lambda a: ":" in a)
+
+
+def _routed() -> Iterator[str]:
+    """Source address of the default route. Connecting a datagram socket sends nothing."""
+    for family, anywhere in ((socket.AF_INET, "203.0.113.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((anywhere, 9))
+            yield str(probe.getsockname()[0])
+
+
+def _on_interfaces() -> Iterator[str]:
+    """IPv4 addresses of the interfaces, in their order (Linux): for a network without a default route."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                record = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(record[20:24])
+
+
+def _is_ours(found: str) -> bool:
+    """True for an address of this host that others can use."""
+    address = ipaddress.ip_address(found.partition("%")[0])
+    if address.is_loopback or address.is_link_local or address.is_unspecified:
+        return False
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((found, 0))
+    except OSError:
         return False
     return True

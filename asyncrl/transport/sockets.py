@@ -7,14 +7,19 @@ Every blocking call has a timeout. Nothing is unpickled. Knows no message.
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import zmq
 import zmq.asyncio
 
-from asyncrl.errors import ConfigError, TransportError
+from asyncrl.errors import TransportError
 from asyncrl.transport import address as addresses
+from asyncrl.transport.curve import Guard, Watch, pin
+from asyncrl.transport.keys import ClientKeys, server_keys
 
 Buffer = bytes | bytearray | memoryview
 
@@ -28,32 +33,50 @@ LINGER_MS = 2000
 """Longest time that close waits for unsent frames."""
 
 _DRAIN = 256
+_TEND_S = 0.5
 
 
 class Server:
     """A bound ROUTER socket. Use from one thread.
 
-    bind: `tcp://host:port`, port `*` for any free one. Raises ConfigError (named `setting`) when the
-    address is reachable from other machines although security is "loopback", TransportError when it
-    cannot be bound.
+    bind: `tcp://host:port`, port `*` for any free one. security "curve" reads `keys`, a folder of
+    `asyncrl keys`, and lets in the clients of its allow-list only. refused: where to count
+    what was not let in (`refused_*`). Raises ConfigError (named `setting`) when the address is
+    reachable from other machines although security is "loopback", or for what is wrong with the
+    keys; TransportError when it cannot be bound.
     """
 
     def __init__(
-        self, bind: str, security: Literal["loopback", "none"] = "loopback", *, setting: str = "replay.bind"
+        self,
+        bind: str,
+        security: Literal["loopback", "curve", "none"] = "loopback",
+        *,
+        keys: str | Path | None = None,
+        setting: str = "replay.bind",
+        refused: Counter[str] | None = None,
     ) -> None:
         wanted = addresses.parse(bind)
-        if security == "loopback" and not addresses.is_loopback(wanted.host):
-            section = setting.rpartition(".")[0]
-            raise ConfigError(
-                f"{setting}={bind!r} can be reached from other machines and anyone there could send data; "
-                f"set {setting}=tcp://127.0.0.1:* or, on a network you trust, {section}.security=none"
-            )
+        addresses.refuse_open(bind, security, setting)
+        self.refused: Counter[str] = Counter() if refused is None else refused
+        section = setting.rpartition(".")[0]
+        secrets = server_keys(keys, f"{section}.keys") if security == "curve" else None
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket)
         # Mandatory: a send to an absent or full peer is reported. Handover: a peer that reconnects takes its name.
         self._socket.router_mandatory = True
         self._socket.router_handover = True
+        # Before bind, so that nobody comes in unasked.
+        self._guard = Guard(self._context, self._socket, secrets, self.refused) if secrets else None
+        self._poller = zmq.Poller()
+        for each in (self._socket, *((self._guard.zap, self._guard.monitor) if self._guard else ())):
+            self._poller.register(each, zmq.POLLIN)
+        self._bind(bind, wanted, setting)
+        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.address = addresses.reachable(endpoint.decode())
+
+    def _bind(self, bind: str, wanted: addresses.Address, setting: str) -> None:
         try:
             self._socket.bind(str(addresses.Address(addresses.resolve(wanted.host), wanted.port)))
         except zmq.ZMQError as exc:
@@ -67,25 +90,35 @@ class Server:
         except TransportError:
             self.close()
             raise
-        endpoint = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        assert isinstance(endpoint, bytes)
-        self.address = addresses.reachable(endpoint.decode())
 
     def poll(self, timeout_s: float) -> list[tuple[bytes, list[Buffer]]]:
         """Messages as (peer, frames); waits for the first one at most timeout_s."""
         received: list[tuple[bytes, list[Buffer]]] = []
-        if not self._socket.poll(_ms(timeout_s), zmq.POLLIN):
+        if not self._wait(timeout_s):
             return received
         while len(received) < _DRAIN:
             try:
                 peer, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            received.append((peer.bytes, _lean(frames)))
+            if self._guard is None or self._guard.admits(peer):
+                received.append((peer.bytes, _lean(frames)))
         return received
 
+    def _wait(self, timeout_s: float) -> bool:
+        """True when a message is there; answers handshakes meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ready = dict(self._poller.poll(_ms(deadline - time.monotonic())))
+            if self._guard is not None and len(ready) > (self._socket in ready):
+                self._guard.serve()
+            if self._socket in ready or time.monotonic() >= deadline:
+                return self._socket in ready
+
     def send(self, peer: bytes, frames: Sequence[Buffer]) -> bool:
-        """Hand frames to libzmq for a peer; never blocks. False: the peer is absent or too slow."""
+        """Hand frames to libzmq for a peer; never blocks. False: the peer is absent, revoked or too slow."""
+        if self._guard is not None and not self._guard.serves(peer):
+            return False
         try:
             self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as exc:
@@ -96,32 +129,43 @@ class Server:
 
     def close(self) -> None:
         """Close; waits for unsent frames at most LINGER_MS."""
+        if self._guard is not None:
+            self._guard.close()
         self._socket.close()
         self._context.term()
 
 
 class Client:
-    """A DEALER socket connected to a Server under a stable identity. Use from one thread."""
+    """A DEALER socket connected to a Server under a stable identity. Use from one thread.
 
-    def __init__(self, address: str, identity: bytes) -> None:
+    keys: for a Server with security "curve". While the server refuses the handshake, the reason is
+    logged once and the client goes on trying.
+    """
+
+    def __init__(self, address: str, identity: bytes, keys: ClientKeys | None = None) -> None:
         self.address = address
         self._context = zmq.Context()
-        self._socket = _connect(self._context, address, identity)
+        self._socket, self._watch = _connect(self._context, address, identity, keys)
 
     def send(self, frames: Sequence[Buffer], timeout_s: float = 10.0) -> None:
         """Hand frames to libzmq; waits for room at most timeout_s, then raises TransportError."""
-        if not self._socket.poll(_ms(timeout_s), zmq.POLLOUT):
-            raise _full(self.address, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while not self._socket.poll(_ms(min(deadline - time.monotonic(), _TEND_S)), zmq.POLLOUT):
+            self._watch.tend()
+            if time.monotonic() >= deadline:
+                raise _full(self.address, timeout_s)
         self._socket.send_multipart(list(frames), zmq.NOBLOCK, copy=False)
 
     def recv(self, timeout_s: float) -> list[Buffer] | None:
         """The next message, None after timeout_s."""
         if not self._socket.poll(_ms(timeout_s), zmq.POLLIN):
+            self._watch.tend()
             return None
         return _lean(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
 
     def close(self) -> None:
         """Close; waits for unsent frames at most LINGER_MS."""
+        self._watch.close()
         self._socket.close()
         self._context.term()
 
@@ -129,29 +173,38 @@ class Client:
 class AsyncClient:
     """The same for asyncio: any number of senders, one receiver, one event loop."""
 
-    def __init__(self, address: str, identity: bytes) -> None:
+    def __init__(self, address: str, identity: bytes, keys: ClientKeys | None = None) -> None:
         self.address = address
         self._context = zmq.asyncio.Context()
-        self._socket = _connect(self._context, address, identity)
+        self._socket, self._watch = _connect(self._context, address, identity, keys)
 
     async def send(self, frames: Sequence[Buffer], timeout_s: float = 10.0) -> None:
         """Hand frames to libzmq; waits for room at most timeout_s, then raises TransportError."""
+        sending = self._socket.send_multipart(list(frames), copy=False)
+        deadline = time.monotonic() + timeout_s
         try:
             # Not wait_for: on Python 3.11 it swallows a cancellation that meets its result.
-            async with asyncio.timeout(timeout_s):
-                await self._socket.send_multipart(list(frames), copy=False)
-        except TimeoutError as exc:
-            raise _full(self.address, timeout_s) from exc
+            while not sending.done() and (left := deadline - time.monotonic()) > 0:
+                await asyncio.wait({sending}, timeout=min(left, _TEND_S))
+                if not sending.done():
+                    self._watch.tend()
+            if not sending.done():
+                raise _full(self.address, timeout_s)
+            await sending
+        finally:
+            sending.cancel()
 
     async def recv(self, timeout_s: float) -> list[Buffer] | None:
         """The next message, None after timeout_s. Cancelling it loses no message."""
         # Poll first: a cancelled poll takes nothing from the socket, a cancelled receive might.
         if not await self._socket.poll(_ms(timeout_s), zmq.POLLIN):
+            self._watch.tend()
             return None
         return _lean(await self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
 
     def close(self) -> None:
         """Close; waits for unsent frames at most LINGER_MS."""
+        self._watch.close()
         self._socket.close()
         self._context.term()
 
@@ -167,7 +220,7 @@ def _configure(socket: Any) -> None:
     socket.heartbeat_timeout = 60_000
 
 
-def _connect(context: Any, address: str, identity: bytes) -> Any:
+def _connect(context: Any, address: str, identity: bytes, keys: ClientKeys | None) -> tuple[Any, Watch]:
     try:
         target = addresses.parse(address)
         if target.port is None or target.host == "*":
@@ -179,13 +232,17 @@ def _connect(context: Any, address: str, identity: bytes) -> Any:
     socket = context.socket(zmq.DEALER)
     _configure(socket)
     socket.routing_id = identity
+    if keys is not None:
+        pin(socket, keys)
+    watch = Watch(context, socket, endpoint, keys)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as exc:
+        watch.close()
         socket.close(0)
         context.term()
         raise TransportError(f"cannot connect to {address!r}: {exc}") from exc
-    return socket
+    return socket, watch
 
 
 def _lean(frames: Sequence[Any]) -> list[Buffer]:

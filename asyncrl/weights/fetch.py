@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.errors import TransportError, WeightSyncError
+from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.sockets import Client
 from asyncrl.types import Version
 from asyncrl.weights import delta
-from asyncrl.weights.flat import CHUNK_BYTES, Entry, Flat, chunk, combined, lay_out, num_chunks, pack, size_of
+from asyncrl.weights.flat import CHUNK_BYTES, DTYPES, Entry, Flat, chunk, combined, lay_out, num_chunks, pack, size_of
 from asyncrl.weights.messages import (
     SCHEME,
     Buffer,
@@ -62,14 +63,22 @@ class Base(NamedTuple):
     weights: Mapping[str, Tensor]
 
 
-def read(source: str, version: Version, base: Base | None = None, *, timeout_s: float = TIMEOUT_S) -> dict[str, Tensor]:
+def read(
+    source: str,
+    version: Version,
+    base: Base | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    keys: ClientKeys | None = None,
+) -> dict[str, Tensor]:
     """The tensors of version by name, in one buffer that belongs to the caller.
 
     base: the difference to it is fetched where the publisher offers one; it is left as it is. timeout_s:
-    longest time without progress. WeightSyncError, naming the phase, when the publisher is silent, does
-    not have the version, drops it or is replaced meanwhile, or when bytes stay damaged.
+    longest time without progress. keys: for a publisher with security curve. WeightSyncError, naming the
+    phase, when the publisher is silent, does not have the version, drops it or is replaced meanwhile,
+    or when bytes stay damaged.
     """
-    with closing(_Line(source, timeout_s)) as line:
+    with closing(_Line(source, timeout_s, keys)) as line:
         head = line.head(version)
         entries = _checked(head, f"version {version} of {source}")
         data = _from_base(line, head, entries, base) if base is not None else None
@@ -86,9 +95,9 @@ def read(source: str, version: Version, base: Base | None = None, *, timeout_s: 
     return Flat(entries, data).views()
 
 
-def newest(source: str, timeout_s: float = TIMEOUT_S) -> Version | None:
+def newest(source: str, timeout_s: float = TIMEOUT_S, keys: ClientKeys | None = None) -> Version | None:
     """The newest version that the publisher has, None before the first. WeightSyncError after timeout_s of silence."""
-    with closing(_Line(source, timeout_s)) as line:
+    with closing(_Line(source, timeout_s, keys)) as line:
         labels = line.kept()
     return Version(*labels[-1]) if labels else None
 
@@ -96,7 +105,7 @@ def newest(source: str, timeout_s: float = TIMEOUT_S) -> Version | None:
 class _Line:
     """One connection to a publisher, for one read."""
 
-    def __init__(self, source: str, timeout_s: float) -> None:
+    def __init__(self, source: str, timeout_s: float, keys: ClientKeys | None) -> None:
         if not source.startswith(SCHEME):
             raise WeightSyncError(f"{source!r} is not a source of the zmq carrier")
         self._source, self._timeout_s = source, timeout_s
@@ -105,7 +114,7 @@ class _Line:
         self._progress = time.monotonic()
         try:
             # A name of its own: what is still on its way to an earlier read must not arrive here.
-            self._client = Client(source.removeprefix(SCHEME), b"w" + uuid.uuid4().bytes)
+            self._client = Client(source.removeprefix(SCHEME), b"w" + uuid.uuid4().bytes, keys)
         except TransportError as exc:
             raise WeightSyncError(f"cannot connect to {source}: {exc}") from exc
 
@@ -141,7 +150,7 @@ class _Line:
     ) -> None:
         """Fill the missing chunks of out; returns when all of them match their digests."""
         todo, flying, damaged = deque(missing), dict[int, int](), Counter[int]()
-        total = len(todo)
+        total, self._progress = len(todo), time.monotonic()
         while todo or flying:
             while todo and len(flying) < CREDIT:
                 self._clock += 1
@@ -181,7 +190,7 @@ class _Line:
 
     def _next(self, what: str) -> tuple[Reply, Buffer] | None:
         """The next valid reply and its bytes, None after PROBE_S. what: what is waited for, or how far it got."""
-        deadline = time.monotonic() + PROBE_S
+        deadline = min(time.monotonic() + PROBE_S, self._progress + self._timeout_s)
         while (left := deadline - time.monotonic()) > 0:
             frames = self._client.recv(left)
             reply = open_reply(frames) if frames else None
@@ -192,7 +201,7 @@ class _Line:
                     f"the publisher {self._source} was replaced after {what}; look for its newest version"
                 )
             return reply, frames[-1]
-        if time.monotonic() - self._progress > self._timeout_s:
+        if time.monotonic() - self._progress >= self._timeout_s:
             raise WeightSyncError(f"{self._source}: no progress for {self._timeout_s:g} s at {what}")
         return None
 
@@ -207,22 +216,30 @@ def _place(data: Buffer, out: NDArray[np.uint8], digest: int) -> bool:
 
 def _from_base(line: _Line, head: Head, entries: tuple[Entry, ...], base: Base) -> NDArray[np.uint8] | None:
     """What the deltas make of base, not verified yet; None where there are none for it."""
-    starts = [i for i, link in enumerate(head.chain) if link.base == (base.version.epoch, base.version.update)]
-    if not starts or any(entry.name not in base.weights for entry in entries):
+    known = [i for i, link in enumerate(head.chain) if link.base == (base.version.epoch, base.version.update)]
+    if not known or not _fits(entries, base.weights):
         return None
-    flat = pack((entry.name, base.weights[entry.name]) for entry in entries)
-    if flat.entries != entries:
-        return None
-    for number in range(starts[0], len(head.chain)):
+    # First all that the publisher must hold the version for.
+    deltas = []
+    for number in range(known[0], len(head.chain)):
         link = head.chain[number]
-        encoded = _buffer(link.nbytes)
-        line.fetch(head, number + 1, encoded, link.digests, range(len(link.digests)))
-        try:
+        deltas.append(_buffer(link.nbytes))
+        line.fetch(head, number + 1, deltas[-1], link.digests, range(len(link.digests)))
+    flat = pack((entry.name, base.weights[entry.name]) for entry in entries)
+    try:
+        for encoded in deltas:
             delta.patch(entries, flat.data, encoded.data)
-        except WeightSyncError as exc:
-            log.warning("version %s is fetched whole: %s", Version(*head.version), exc)
-            return None
+    except WeightSyncError as exc:
+        log.warning("version %s is fetched whole: %s", Version(*head.version), exc)
+        return None
     return flat.data
+
+
+def _fits(entries: tuple[Entry, ...], weights: Mapping[str, Tensor]) -> bool:
+    return len(entries) == len(weights) and all(
+        e.name in weights and weights[e.name].dtype == DTYPES[e.dtype] and tuple(weights[e.name].shape) == e.shape
+        for e in entries
+    )
 
 
 def _checked(head: Head, what: str) -> tuple[Entry, ...]:

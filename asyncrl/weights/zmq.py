@@ -11,16 +11,16 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from asyncrl.errors import TransportError, WeightSyncError
 from asyncrl.transport.sockets import LINGER_MS, Buffer, Server
 from asyncrl.types import Version
 from asyncrl.weights.fetch import Base, newest, read
-from asyncrl.weights.flat import chunk, num_chunks, pack
+from asyncrl.weights.flat import chunk, is_finite, num_chunks, pack
 from asyncrl.weights.messages import SCHEME, Chunk, Get, Head, Kept, Link, Look, Probe, open_request, seal
 from asyncrl.weights.versions import Offer, Versions
 
@@ -34,9 +34,8 @@ _POLL_S = 0.1
 class Publisher:
     """Keeps the newest `keep` versions in host memory and serves them on a thread of its own.
 
-    bind: `tcp://host:port`, port `*` for any free one. What other machines can reach needs security
-    "none": ConfigError otherwise (named `setting`), TransportError when it cannot be bound. hold_s: a version that
-    a reader asked for this recently stays although newer ones came, at most two of them. with_delta:
+    bind, security, keys, setting: as of transport.sockets.Server, with its ConfigError and TransportError. hold_s: a
+    version that a reader asked for this recently stays although newer ones came, at most two of them. with_delta:
     offer the difference to earlier versions where it is small; costs one pass over the weights.
     """
 
@@ -44,19 +43,20 @@ class Publisher:
         self,
         bind: str = "tcp://127.0.0.1:*",
         keep: int = 2,
-        security: Literal["loopback", "none"] = "loopback",
+        security: Literal["loopback", "curve", "none"] = "loopback",
         *,
+        keys: str | Path | None = None,
         setting: str = "weights.bind",
         hold_s: float = 10.0,
         with_delta: bool = True,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """Since start: chunks, bytes, unsent (the peer was absent or full), refused (not a request)."""
+        """Since start: chunks, bytes, unsent (peer absent or full), refused (not a request), refused_* (not let in)."""
         self._versions = Versions(keep, hold_s, with_delta)
         self._boot = uuid.uuid4().hex
         self._publishing = threading.Lock()
         self._stop = threading.Event()
-        self._server = Server(bind, security, setting=setting)
+        self._server = Server(bind, security, keys=keys, setting=setting, refused=self.counters)
         self.source = SCHEME + self._server.address
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
@@ -143,6 +143,6 @@ def _describe(offer: Offer, boot: str) -> Head:
 
 def _finite(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in weights:
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             raise WeightSyncError(f"{name} has non-finite values")
         yield name, tensor

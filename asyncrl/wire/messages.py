@@ -16,7 +16,7 @@ from asyncrl.arrays import Buffer
 from asyncrl.errors import WireError
 from asyncrl.types import ModelInfo
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised with every change of a struct below; peers with another number are refused."""
 
 
@@ -48,7 +48,11 @@ class LeaseMsg(Struct):
 
 
 class Hello(Struct, tag="hello"):
-    """First message of every peer, and again after silence. role: generator or learner."""
+    """First message of every peer, and again after silence. role: generator or learner.
+
+    leases: lease ids of the training groups that a generator samples; kept: of those that it finished and
+    keeps until they are resolved. It sends them again when replay was started again.
+    """
 
     schema: int
     role: str
@@ -60,14 +64,24 @@ class Hello(Struct, tag="hello"):
     vocab_size: int
     fingerprint: str
     held: tuple[int, int] | None = None
+    leases: list[str] = []
+    kept: list[str] = []
 
 
 class Welcome(Struct, tag="welcome"):
-    """Reply to Hello. newest is (epoch, update, source) of the newest published version."""
+    """Reply to Hello. newest is (epoch, update, source) of the newest published version.
+
+    boot changes when replay was started again: what it said before, it may have forgotten.
+    """
 
     epoch: int
     update: int
     newest: tuple[int, int, str] | None
+    boot: str = ""
+
+
+class Rejoin(Struct, tag="rejoin"):
+    """Replay does not know this peer (it was started again) and did not read its message: say Hello first."""
 
 
 class Refused(Struct, tag="refused"):
@@ -130,10 +144,14 @@ class Failed(Struct, tag="failed"):
 
 
 class Ack(Struct, tag="ack"):
-    """admitted: in the queue (or already known). resolved: committed, evicted or dropped; forget it."""
+    """admitted: in the queue (or already known). resolved: committed, evicted or dropped; forget it.
+
+    seq is that of the request of a learner which this answers.
+    """
 
     admitted: list[str]
     resolved: list[str]
+    seq: int = 0
 
 
 class Cancel(Struct, tag="cancel"):
@@ -188,6 +206,7 @@ class Commit(Struct, tag="commit"):
     update: int
     outcome: str
     group_ids: list[str]
+    seq: int = 0
 
 
 class Published(Struct, tag="published"):
@@ -196,6 +215,7 @@ class Published(Struct, tag="published"):
     epoch: int
     update: int
     source: str
+    seq: int = 0
 
 
 class Status(Struct, tag="status"):
@@ -214,10 +234,11 @@ class Done(Struct, tag="done"):
     """The learner made its last update; replay finishes evaluations, then stops the generators."""
 
     update: int
+    seq: int = 0
 
 
 Message = (
-    Hello | Welcome | Refused | LeaseRequest | Leases | Heartbeat | EvalResult | Failed | Ack | Cancel
+    Hello | Welcome | Rejoin | Refused | LeaseRequest | Leases | Heartbeat | EvalResult | Failed | Ack | Cancel
     | NewVersion | Stop | Take | TakeReply | Commit | Published | Status | StatusReply | Done
 )  # fmt: skip
 

@@ -56,7 +56,11 @@ class Peer:
             "schema": wire.SCHEMA, "role": self.role, "peer_id": self.name, "boot_id": boot, "layers": [0, 1],
             "num_experts": 8, "top_k": 2, "vocab_size": 32, "fingerprint": "f00d", "held": held,
         }  # fmt: skip
-        return self.ask(wire.Hello(**(fields | changes)))
+        reply = self.ask(wire.Hello(**(fields | changes)))
+        if isinstance(reply, wire.Welcome):
+            assert reply.boot
+            reply.boot = ""
+        return reply
 
     def lease(self, want: int, update: int = 0, rows: int = 0) -> wire.Leases:
         reply = self.ask(wire.LeaseRequest((0, update), want, rows))
@@ -257,13 +261,13 @@ def test_a_peer_without_fingerprint_is_welcome(net):
 
 def test_strangers_and_wrong_roles_are_refused(net):
     stranger = net.peer("x", hello=False)
-    assert "Hello" in stranger.ask(wire.LeaseRequest((0, 0), 1)).reason
-    assert "Hello" in stranger.ask([b"group", b"\x90"]).reason
+    assert stranger.ask(wire.LeaseRequest((0, 0), 1)) == wire.Rejoin()
+    assert stranger.ask([b"group", b"\x90"]) == wire.Rejoin()
     generator, learner = net.peer("g0"), net.learner()
     assert "may not send Commit" in generator.ask(wire.Commit(0, 9, "trained", [])).reason
     assert "may not send LeaseRequest" in learner.ask(wire.LeaseRequest((0, 0), 1)).reason
     assert "generators" in learner.ask([b"group", b"\x90"]).reason
-    assert net.queue.clock.update == 0 and net.counters["no_hello"] == 3 and net.counters["bad_request"] == 2
+    assert net.queue.clock.update == 0 and net.counters["no_hello"] == 2 and net.counters["bad_request"] == 3
     # Anyone may ask for the state.
     assert isinstance(stranger.ask(wire.Status()), wire.StatusReply)
 
@@ -487,7 +491,7 @@ def test_malformed_input_is_counted_and_serving_goes_on(net, tmp_path):
         [*good, b"more"],
         [*good[:2], good[2][:-1], *good[3:]],
         [b"group", msgspec.msgpack.encode(huge), *good[2:]],
-        [b"group", msgspec.msgpack.encode([2, *header[1:]]), *good[2:]],
+        [b"group", msgspec.msgpack.encode([wire.SCHEMA + 1, *header[1:]]), *good[2:]],
         [b"msg", msgspec.msgpack.encode(["lease", [0, 0], "many"])],
         [b"msg", msgspec.msgpack.encode(["nonsense", 1])],
     ]

@@ -4,8 +4,9 @@ import socket
 
 import pytest
 
-from asyncrl.errors import TransportError
-from asyncrl.transport.address import Address, is_loopback, parse, reachable, resolve
+from asyncrl.errors import ConfigError, TransportError
+from asyncrl.transport import address
+from asyncrl.transport.address import Address, is_loopback, own_address, parse, reachable, refuse_open, resolve
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,37 @@ def test_loopback():
     assert not any(is_loopback(h) for h in ("*", "0.0.0.0", "::", "192.0.2.1", "2001:db8::1"))
 
 
-def test_a_wildcard_is_published_under_this_hosts_name():
+def test_a_wildcard_is_published_under_an_address_that_other_hosts_can_use():
     assert reachable("tcp://127.0.0.1:40000") == "tcp://127.0.0.1:40000"
     assert reachable("tcp://[::1]:40000") == "tcp://[::1]:40000"
     assert reachable("tcp://[::ffff:127.0.0.1]:40000") == "tcp://127.0.0.1:40000"
-    assert parse(reachable("tcp://[::]:40000")).host in (socket.gethostname(), "127.0.0.1")
+    for endpoint in ("tcp://[::]:40000", "tcp://*:40000", "tcp://0.0.0.0:40000"):
+        host, port = parse(reachable(endpoint))
+        assert port == 40000 and host == resolve(host) and host != "*"
+        # A host without any network but its own has no better one.
+        assert not is_loopback(host) or list(address._routed()) + list(address._on_interfaces()) in (
+            [], ["127.0.0.1"], ["::1"],
+        )  # fmt: skip
+    assert ":" not in parse(reachable("tcp://0.0.0.0:40000")).host
+
+
+def test_a_host_name_that_means_loopback_is_not_published(monkeypatch):
+    # Debian puts the host's own name on 127.0.1.1, others on 127.0.0.1.
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    monkeypatch.setattr(address, "_routed", lambda: iter(["169.254.7.7", "198.51.100.77"]))
+    monkeypatch.setattr(address, "_on_interfaces", lambda: iter(["127.0.0.1"]))
+    # Neither a link-local address, nor one that is not ours, nor loopback: nothing is left but the last resort.
+    assert own_address() == "127.0.0.1"
+
+
+def test_an_open_address_needs_a_decision():
+    refuse_open("tcp://localhost:5", "loopback", "replay.bind")
+    for security in ("curve", "none"):
+        refuse_open("tcp://*:5", security, "replay.bind")
+    with pytest.raises(ConfigError) as caught:
+        refuse_open("tcp://*:5", "loopback", "replay.bind")
+    for words in (
+        "replay.bind='tcp://*:5'", "replay.security=loopback", "replay.bind=tcp://127.0.0.1:*",
+        "replay.security=curve", "asyncrl keys new", "replay.security=none",
+    ):  # fmt: skip
+        assert words in str(caught.value)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import multiprocessing
 import os
 import socket
 import struct
@@ -151,11 +152,40 @@ def test_a_taken_port_is_named(server):
         Server("nobody.invalid", "none")
 
 
-def test_eight_wildcard_binds_never_clash():
-    servers = [Server("127.0.0.1") for _ in range(8)]
-    assert len({s.address for s in servers}) == 8
-    for s in servers:
-        s.close()
+def bind_rounds(rounds, barrier, results):
+    """Bind at the same instant as the others, again and again; hold the port until all have one."""
+    for _ in range(rounds):
+        barrier.wait(30)
+        server = Server("tcp://*:*", "none")
+        results.put(parse(server.address).port)
+        barrier.wait(30)
+        server.close()
+
+
+@pytest.mark.timeout(120)
+def test_eight_processes_that_bind_at_the_same_instant_never_clash():
+    # B49: the kernel picks the port; a free one that was probed first could be taken by another.
+    spawn = multiprocessing.get_context("spawn")
+    barrier, results = spawn.Barrier(8), spawn.SimpleQueue()
+    processes = [spawn.Process(target=bind_rounds, args=(20, barrier, results), daemon=True) for _ in range(8)]
+    for process in processes:
+        process.start()
+    rounds = []
+    try:
+        for _ in range(20):
+            ports = []
+            while len(ports) < 8:
+                assert results._reader.poll(60), "no port was reported"
+                ports.append(results.get())
+            rounds.append(ports)
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(10)
+    assert [process.exitcode for process in processes] == [0] * 8
+    assert all(len(set(ports)) == 8 and all(ports) for ports in rounds)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "tcp://*:5555", "ipc:///run/x", "nobody.invalid:1"])
@@ -247,7 +277,8 @@ def test_asyncio_send_to_nobody_raises_in_time():
     asyncio.run(flood())
 
 
-def test_sockets_leave_no_descriptor_behind(server):
+def test_a_thousand_reconnects_leave_no_descriptor_behind(server):
+    # B50.
     def descriptors():
         return len(os.listdir("/proc/self/fd"))
 
@@ -259,7 +290,7 @@ def test_sockets_leave_no_descriptor_behind(server):
 
     visit()
     before = descriptors()
-    for _ in range(30):
+    for _ in range(1000):
         visit()
     deadline = time.monotonic() + 5
     while descriptors() > before + 5 and time.monotonic() < deadline:

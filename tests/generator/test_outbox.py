@@ -1,0 +1,42 @@
+"""What is sent again, and how often."""
+
+from asyncrl.generator.outbox import Outbox
+
+
+def outbox(*names):
+    box = Outbox()
+    for name in names:
+        assert box.add(name, f"{name}#1", [name.encode()], 0.0)
+    return box
+
+
+def test_a_group_is_sent_again_after_5_10_20_40_60_60_seconds():
+    box = outbox("a")
+    times = [t for t in range(300) if box.due(float(t))]
+    # Later than 5, then 10, 20, 40, 60, 60 seconds after the last time; never more than one copy at a time.
+    assert times == [6, 17, 38, 79, 140, 201, 262]
+
+
+def test_what_replay_has_is_kept_but_not_sent():
+    box = outbox("a", "b")
+    box.admitted(["a", "unknown"])
+    assert box.due(6.0) == [[b"b"]] and len(box) == 2 and box.lease_ids == ["a#1", "b#1"]
+    box.resolved(["a", "unknown"])
+    assert box.lease_ids == ["b#1"]
+
+
+def test_a_new_replay_gets_everything_once():
+    box = outbox("a", "b")
+    box.admitted(["a"])
+    assert box.due(6.0) == [[b"b"]]
+    box.renew()
+    assert box.due(6.1) == [[b"a"], [b"b"]]
+    assert box.due(7.0) == box.due(11.0) == []
+    assert box.due(11.2) == [[b"a"], [b"b"]]
+
+
+def test_the_first_result_of_a_group_stays():
+    box = outbox("a")
+    assert not box.add("a", "a#2", [b"second"], 1.0)
+    box.renew()
+    assert box.due(2.0) == [[b"a"]]
