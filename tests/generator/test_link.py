@@ -102,3 +102,37 @@ def test_silence_is_met_with_a_ping_and_then_with_hello(tmp_path, monkeypatch):
         server.close()
     assert heard[0] == "LeaseRequest"
     assert heard[-1] == "Hello"
+
+
+def test_a_replay_that_was_started_again_at_the_same_address_hears_hello_at_once(tmp_path):
+    file = tmp_path / "replay.address"
+    server = Server("tcp://127.0.0.1:*")
+    publish_address(file, server.address)
+    heard = []
+
+    def forgetful():
+        deadline = time.monotonic() + 8
+        while time.monotonic() < deadline and heard.count("Hello") < 2:
+            for peer, frames in server.poll(0.05):
+                heard.append(type(wire.decode(frames)).__name__)
+                known = heard[-1] == "Hello"
+                server.send(peer, wire.encode(wire.Welcome(0, 0, None, str(len(heard))) if known else wire.Rejoin()))
+
+    async def go():
+        link = Link(file, b"g0", hello, 30.0)
+        await link.hello()
+        serving = asyncio.create_task(asyncio.to_thread(forgetful))
+        assert await until(link, lambda: link.welcomed)
+        for _ in range(3):
+            await link.send(wire.encode(wire.Heartbeat((0, 3), {})))
+        assert await until(link, lambda: heard.count("Hello") == 2)
+        assert await until(link, lambda: link.welcomed)
+        await serving
+        link.close()
+
+    try:
+        asyncio.run(go())
+    finally:
+        server.close()
+    # Three messages were answered with Rejoin, one Hello is enough.
+    assert heard == ["Hello", "Heartbeat", "Heartbeat", "Heartbeat", "Hello"]

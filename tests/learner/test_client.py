@@ -1,7 +1,6 @@
 """The learner's client against a replay that is slow, forgets it, or is started again."""
 
 import threading
-import time
 
 import pytest
 
@@ -100,8 +99,6 @@ def test_a_replay_at_another_address_is_followed_and_told_the_newest_version(con
     client.published(Version(0, 8), "/w/8")
     old.end()
     new = Replay(tmp_path / "replay.address", plain)
-    started = time.monotonic()
     client.done(8)
-    assert time.monotonic() - started < 10.0
     new.end()
     assert [type(m).__name__ for m in new.heard] == ["Hello", "Published", "Done"]

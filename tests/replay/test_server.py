@@ -19,6 +19,7 @@ from asyncrl.replay.ledger import State
 from asyncrl.replay.limits import Limits
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.service import ReplayServer
+from asyncrl.replay.snapshot import SnapshotFile
 from asyncrl.transport.sockets import Client, Server
 from asyncrl.types import Group, Version
 from tests.replay.support import MODEL, make_prompts, response
@@ -74,18 +75,21 @@ class Peer:
 
 
 class Net:
-    """A server and its peers on a clock that only the test moves."""
+    """A server and its peers on a clock that only the test moves; goes on from a snapshot, if there is one."""
 
     def __init__(self, run_dir: Path, every: int = 0, **limits: object) -> None:
         self.now = 1000.0
         values = {"groups_per_update": 4, "group_size": 2, "max_lag": 2, "lease_timeout_s": 60.0} | limits
         self.queue = ReplayQueue(make_prompts(100), Limits(**values), MODEL)  # type: ignore[arg-type]
         self.evals = Evaluations(make_prompts(3, "e"), self.queue.tally, every=every, timeout_s=30.0)
-        self.journal = Journal(run_dir)
+        self.journal, snapshots = Journal(run_dir), SnapshotFile(run_dir, "f")
         self.server = ReplayServer(
             self.queue, self.evals, Server("127.0.0.1"), heartbeat_timeout_s=15.0, journal=self.journal,
-            now=lambda: self.now,
+            snapshots=snapshots, now=lambda: self.now,
         )  # fmt: skip
+        snapshot = snapshots.read()
+        if snapshot is not None:
+            self.server.resume(snapshot)
         self.peers: list[Peer] = []
 
     def peer(self, name: str, role: str = "generator", hello: bool = True) -> Peer:

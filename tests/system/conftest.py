@@ -33,7 +33,7 @@ SMALL = {
     "algorithm.rdc.q": 0.2,
     "learner.updates": 6,
     "eval.every": 2,
-    "run.shutdown_s": 5,
+    "run.shutdown_s": 8,
 }
 
 
