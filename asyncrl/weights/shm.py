@@ -22,26 +22,12 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.types import Version
+from asyncrl.weights.flat import DTYPES, is_finite
 from asyncrl.weights.place import hold, place, remove, sweep
 
 _MAGIC = b"ARLWGT01"
 _TAIL = struct.Struct("<QQ8s")
 _ALIGN = 64
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
 
 
 class _Entry(msgspec.Struct, array_like=True, frozen=True):
@@ -163,9 +149,9 @@ def _write(file: BinaryIO, version: Version, weights: Iterable[tuple[str, Tensor
 
 def _bytes(name: str, tensor: Tensor) -> tuple[str, memoryview]:
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise WeightSyncError(f"{name}: dtype {dtype} cannot be published")
-    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+    if not is_finite(tensor):
         raise WeightSyncError(f"{name} has non-finite values: nothing is published")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return dtype, memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
@@ -188,7 +174,7 @@ def _footer(source: str, mapped: mmap.mmap, size: int) -> _Footer:
 
 
 def _view(source: str, mapped: mmap.mmap, entry: _Entry, total: int) -> Tensor:
-    dtype = _DTYPES.get(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     count = 1
     for axis in entry.shape:
         count *= axis
