@@ -51,10 +51,9 @@ def tis_column(
         if not index:
             continue
         b = part.batch
-        old = torch.zeros_like(part.logp)
-        for j, i in enumerate(index):
-            old[j, : len(old_logp[i])] = old_logp[i].to(old)
-        weight = tis_weights(old, b.rollout_logp, b.predict_mask, cap=correction.cap, level=correction.level)
+        weight = tis_weights(
+            part.padded(old_logp), b.rollout_logp, b.predict_mask, cap=correction.cap, level=correction.level
+        )
         column[index] = weight.double().sum(dim=1).cpu().numpy()
     return column
 

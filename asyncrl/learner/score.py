@@ -30,6 +30,13 @@ class Scored:
     logp: Tensor
     entropy: Tensor
 
+    def padded(self, values: Sequence[Tensor]) -> Tensor:
+        """Per-row values [S_i] of the whole rank, laid out like logp [B, S]; 0 beyond each row."""
+        out = torch.zeros_like(self.logp)
+        for j, i in enumerate(self.batch.index):
+            out[j, : len(values[i])] = values[i].to(out)
+        return out
+
 
 @dataclass(frozen=True, slots=True)
 class Scores:

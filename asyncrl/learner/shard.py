@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.models.load import load_model
 from asyncrl.models.logprobs import token_logprobs
-from asyncrl.models.routes import RouteHook
+from asyncrl.models.routes import RouteHook, discover_routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Policy(nn.Module):
         self.model = model
         self.chunk = chunk
         self.replay = replay
-        self.hook = RouteHook(model) if _routes(model) else None
+        self.hook = RouteHook(model) if discover_routers(model) else None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs [B, S] at the predicting positions (0 elsewhere), entropy [B, S], routes.
@@ -100,12 +100,6 @@ def reshard(policy: Policy) -> None:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _routes(model: Any) -> bool:
-    from asyncrl.models.routes import discover_routers
-
-    return bool(discover_routers(model))
 
 
 def build_policy(

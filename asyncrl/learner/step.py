@@ -131,9 +131,7 @@ class Updater:
         batch = part.batch
         index = list(batch.index)
         device = part.logp.device
-        old = torch.zeros_like(part.logp)
-        for j, i in enumerate(index):
-            old[j, : len(old_logp[i])] = old_logp[i].to(old)
+        old = part.padded(old_logp)
         adv = torch.zeros(len(batch.input_ids), dtype=torch.float32, device=device)
         mask = batch.predict_mask
         if index:
