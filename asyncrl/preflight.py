@@ -9,10 +9,11 @@ import logging
 import os
 from pathlib import Path
 
-from asyncrl.config import Config, ReplaySection
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError, TransportError
 from asyncrl.models.describe import describe, max_length
 from asyncrl.replay.limits import check_capacity, largest_group_bytes
+from asyncrl.sections.fleet import ReplaySection
 from asyncrl.tasks.chain_sum import check_sizes, longest_prompt
 from asyncrl.transport import keys
 from asyncrl.transport.address import is_loopback, parse, refuse_open

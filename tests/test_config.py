@@ -196,7 +196,7 @@ def test_the_config_is_frozen():
         ("sampling.temperature=1e-30", ["sampling.temperature=1e-30", "0.01"]),
         ("replay.bind=''", ["replay.bind=''", "at least 1"]),
         ("replay.heartbeat_timeout_s=2.9", ["replay.heartbeat_timeout_s=2.9", "greater than or equal to 3"]),
-        ("replay.lease_timeout_s=9", ["replay.lease_timeout_s=9", "greater than or equal to 10"]),
+        ("replay.lease_timeout_s=1", ["replay.lease_timeout_s=1", "greater than or equal to 2"]),
         ("replay.heartbeat_timeout_s=400", ["learner.take_timeout_s=300", "heartbeat_timeout_s=400", "> 400"]),
         ("learner.take_timeout_s=9", ["learner.take_timeout_s=9", "greater than or equal to 10"]),
         ("learner.collective_timeout_s=1", ["learner.collective_timeout_s=1", "greater than or equal to 10"]),

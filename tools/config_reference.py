@@ -1,4 +1,4 @@
-"""Write docs/config.md from the sections of asyncrl/config.py: key, type, default, bounds, docstring.
+"""Write docs/config.md from asyncrl/sections: key, type, default, bounds, docstring.
 
 python tools/config_reference.py docs/config.md            write it
 python tools/config_reference.py --check docs/config.md    exit 1 when it is out of date
@@ -7,7 +7,6 @@ python tools/config_reference.py --check docs/config.md    exit 1 when it is out
 from __future__ import annotations
 
 import ast
-import inspect
 import re
 import sys
 from pathlib import Path
@@ -18,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-import asyncrl.config as config_module
+import asyncrl.sections
 from asyncrl.config import Config
 
 HEAD = """# Settings
 
-Generated from `asyncrl/config.py` by `make docs`; do not edit. One YAML holds the sections below; several files and
+Generated from `asyncrl/sections` by `make docs`; do not edit. One YAML holds the sections below; several files and
 `key=value` overrides merge from left to right. `asyncrl config FILE... [key=value...]` prints the result and checks it.
 Unknown keys, wrong types, values out of range and settings that contradict each other are refused before any process
 starts, with the key, the value and the remedy.
@@ -97,7 +96,7 @@ def section(model: type[BaseModel], prefix: str, docs: dict[Any, str], types: di
 
 
 def page() -> str:
-    source = inspect.getsource(config_module)
+    source = "\n".join(f.read_text() for f in sorted(Path(asyncrl.sections.__path__[0]).glob("*.py")))
     docs, types = attribute_docs(source), annotations(source)
     lines = [HEAD.rstrip()]
     for name, info in Config.model_fields.items():

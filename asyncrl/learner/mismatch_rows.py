@@ -11,10 +11,10 @@ from torch import Tensor
 
 from asyncrl.algos.corrections import tis_weights
 from asyncrl.algos.mismatch import finalise, mismatch_sums
-from asyncrl.config import CorrectionSection
 from asyncrl.learner.batch import Row
 from asyncrl.learner.score import Scores
 from asyncrl.learner.table import Table
+from asyncrl.sections.training import CorrectionSection
 
 TAUS = (1.2, 2.0, 5.0, 10.0)
 """Bounds of F(tau): the share of tokens whose ratio or inverse ratio exceeds tau."""

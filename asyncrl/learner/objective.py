@@ -14,7 +14,7 @@ from torch import Tensor
 from asyncrl.algos.aggregate import aggregate
 from asyncrl.algos.corrections import tis_weights
 from asyncrl.algos.surrogates import clip_fraction, clip_surrogate
-from asyncrl.config import AlgorithmSection
+from asyncrl.sections.training import AlgorithmSection
 
 
 class Totals(NamedTuple):

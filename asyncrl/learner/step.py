@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.config import AlgorithmSection, LearnerSection
 from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches
 from asyncrl.learner.objective import LossSums, Totals, batch_loss
 from asyncrl.learner.score import Scored, Scores
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.table import all_max, all_sum
+from asyncrl.sections.training import AlgorithmSection, LearnerSection
 from asyncrl.types import ModelInfo
 
 

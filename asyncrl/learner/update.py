@@ -14,7 +14,7 @@ from torch import Tensor
 
 from asyncrl.algos.advantages import group_advantages, zero_variance
 from asyncrl.algos.select import Selection, select, select_outliers, select_random, unit_signal
-from asyncrl.config import AlgorithmSection, Config, RdcSection
+from asyncrl.config import Config
 from asyncrl.learner.batch import Row
 from asyncrl.learner.mismatch_rows import mismatch_columns, tis_column
 from asyncrl.learner.objective import Totals
@@ -22,6 +22,7 @@ from asyncrl.learner.score import Scores, native_drift, plan, score
 from asyncrl.learner.shard import Policy, World, reshard
 from asyncrl.learner.step import StepResult, Updater, row_logprobs
 from asyncrl.learner.table import Table, all_sum, gather, row_columns, row_names
+from asyncrl.sections.training import AlgorithmSection, RdcSection
 from asyncrl.types import ModelInfo
 
 

@@ -24,7 +24,7 @@ class Limits:
     max_lag: int
     sync_every: int = 1
     updates_per_take: int = 1
-    stale: Literal["mask", "evict"] = "mask"
+    stale: Literal["mask", "evict", "wait"] = "mask"
     on_evict: Literal["requeue", "drop"] = "requeue"
     zero_variance: Literal["keep", "refill"] = "keep"
     capacity_bytes: int = 2**31

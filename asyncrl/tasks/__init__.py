@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.config import ChainSumTask
+    from asyncrl.sections.policy import ChainSumTask
     from asyncrl.tasks.base import Task
 
 __all__ = ["build"]

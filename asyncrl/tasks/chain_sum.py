@@ -11,8 +11,8 @@ import random
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-from asyncrl.config import ChainSumTask
 from asyncrl.errors import TaskError
+from asyncrl.sections.policy import ChainSumTask
 from asyncrl.tasks import gate
 from asyncrl.tasks.base import Item, Task, check_disjoint, make_prompts, read_stop_token_ids
 

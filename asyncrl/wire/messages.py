@@ -16,7 +16,7 @@ from asyncrl.arrays import Buffer
 from asyncrl.errors import WireError
 from asyncrl.types import ModelInfo
 
-SCHEMA = 2
+SCHEMA = 3
 """Raised with every change of a struct below; peers with another number are refused."""
 
 
@@ -51,7 +51,8 @@ class Hello(Struct, tag="hello"):
     """First message of every peer, and again after silence. role: generator or learner.
 
     leases: lease ids of the training groups that a generator samples; kept: of those that it finished and
-    keeps until they are resolved. It sends them again when replay was started again.
+    keeps until they are resolved. It sends them again when replay was started again. settings: values by config
+    key that every role of a run must share.
     """
 
     schema: int
@@ -66,6 +67,7 @@ class Hello(Struct, tag="hello"):
     held: tuple[int, int] | None = None
     leases: list[str] = []
     kept: list[str] = []
+    settings: dict[str, str] = {}
 
 
 class Welcome(Struct, tag="welcome"):
@@ -200,22 +202,30 @@ class TakeReply(Struct, tag="take_reply"):
 
 
 class Commit(Struct, tag="commit"):
-    """Rank 0 resolves the groups of one batch; update is its clock after it. outcome: trained or skipped."""
+    """Rank 0 resolves the groups of one batch; update is its clock after it. outcome: trained or skipped.
+
+    batch counts the batches that this policy used up, from 0; a learner that resumes goes on counting.
+    """
 
     take_id: int
     update: int
     outcome: str
     group_ids: list[str]
     seq: int = 0
+    batch: int = 0
 
 
 class Published(Struct, tag="published"):
-    """The learner published a version; replay tells the generators."""
+    """The learner published a version; replay tells the generators.
+
+    batches: how many batches made these weights. The first version of a new epoch undoes the commits of later ones.
+    """
 
     epoch: int
     update: int
     source: str
     seq: int = 0
+    batches: int = 0
 
 
 class Status(Struct, tag="status"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from warm_start import Recipe, make_model, save, train
 
-from asyncrl.config import ChainSumTask
+from asyncrl.sections.policy import ChainSumTask
 from asyncrl.tasks.chain_sum import demonstrations
 
 

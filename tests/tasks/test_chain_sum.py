@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from asyncrl import tasks
-from asyncrl.config import ChainSumTask
 from asyncrl.errors import TaskError
+from asyncrl.sections.policy import ChainSumTask
 from asyncrl.tasks.chain_sum import build_items, check_sizes, demonstrations, longest_prompt
 
 SMALL = ChainSumTask(train_size=200, eval_size=40)

@@ -81,7 +81,7 @@ def test_items_without_an_answer_and_empty_tasks_are_refused() -> None:
 
 def test_a_task_is_gated_when_it_is_built(monkeypatch: pytest.MonkeyPatch, model_dir: str) -> None:
     from asyncrl import tasks
-    from asyncrl.config import ChainSumTask
+    from asyncrl.sections.policy import ChainSumTask
 
     monkeypatch.setitem(rewards.VERIFIERS, "chain_sum", Verifier(pays_for_any_text, gold=str))
     with pytest.raises(TaskError, match=r"'chain_sum'.*junk"):

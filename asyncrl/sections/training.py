@@ -1,0 +1,132 @@
+"""Age of the data, objective and learner."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from asyncrl.sections.base import NonNegative, Positive, Seconds, Section
+
+
+class StalenessSection(Section):
+    """Age of the data: one rule (docs/staleness.md)."""
+
+    sync_every: Positive = 4
+    """N: weights are published every N updates."""
+    max_lag: NonNegative = 8
+    """A token of version w trains update u only if u - w <= max_lag."""
+    updates_per_take: Positive = 1
+    """M: updates made from one take."""
+    stale: Literal["mask", "evict", "wait"] = "mask"
+    """What happens to tokens older than max_lag. wait: the learner waits for groups about to become too old."""
+    patience: float = Field(3.0, ge=0, le=1_000_000)
+    """Under wait: longest wait before an update, in median times to sample a group; then what is too old is evicted."""
+    on_evict: Literal["requeue", "drop"] = "requeue"
+    """What happens to the prompt of an evicted group."""
+
+
+class RdcSection(Section):
+    """Router Drift Control (docs/rdc.md)."""
+
+    mode: Literal["filter", "observe", "random", "off"] = "filter"
+    """filter drops, observe only measures, random drops as many at random, off does neither."""
+    q: float = Field(0.08, ge=0, lt=1)
+    """Fraction of responses to drop per update."""
+    gate: Literal["top_q", "outlier"] = "top_q"
+    """top_q: the paper's rule. outlier: drift above median + k MAD of its bucket."""
+    outlier_k: float = Field(4.0, gt=0, le=1_000_000)
+    """k of the outlier gate."""
+    outlier_floor: float = Field(0.02, ge=0, le=1)
+    """Absolute drift below which the outlier gate never drops."""
+    signal: Literal["drift", "log_ratio"] = "drift"
+    """What is ranked: router drift or mean |log pi/mu|."""
+    buckets: Literal["auto"] | Positive = "auto"
+    """Length buckets: auto = min(4, max(1, floor(q n)))."""
+    bucket_edges: tuple[Positive, ...] | None = None
+    """Explicit upper edges in tokens, ascending; replaces `buckets`."""
+    normalize: Literal["batch", "retained"] = "batch"
+    """Loss tokens that divide the loss: of the batch before filtering, or of what stays."""
+    baseline: Literal["batch", "retained"] = "batch"
+    """Rewards that enter the advantage baseline."""
+    on_undefined: Literal["keep", "drop"] = "keep"
+    """Responses without a defined drift."""
+
+
+class CorrectionSection(Section):
+    """Correction of the rollout-learner mismatch in token probabilities."""
+
+    kind: Literal["none", "tis"] = "tis"
+    """tis: truncated importance sampling, min(pi_old / mu, cap), detached."""
+    cap: float = Field(2.0, gt=0, le=1_000_000)
+    """Upper bound of the weight."""
+    level: Literal["token", "sequence"] = "token"
+    """One weight per token or per response."""
+
+
+class AlgorithmSection(Section):
+    """Objective."""
+
+    groups_per_update: int = Field(32, ge=1, le=65536)
+    """G: groups per optimizer step."""
+    group_size: int = Field(8, ge=2, le=1024)
+    """Responses per prompt."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    """Advantage estimator."""
+    surrogate: Literal["clip"] = "clip"
+    """Policy-gradient surrogate."""
+    ratio: Literal["proximal", "behaviour"] = "proximal"
+    """Denominator of the clipped ratio: pi_old of the scoring pass, or the rollout policy mu."""
+    eps_low: float = Field(0.2, gt=0, lt=1)
+    """Lower clip range."""
+    eps_high: float = Field(0.27, gt=0, le=1_000_000)
+    """Upper clip range (DAPO clip-higher)."""
+    dual_clip: float | None = Field(None, gt=1, le=1_000_000)
+    """Bound on the ratio of negative-advantage tokens; None is off."""
+    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    """How token losses become one loss."""
+    zero_variance: Literal["keep", "refill"] = "keep"
+    """Groups of equal rewards: keep with advantage 0, or drop before the take."""
+    routes: Literal["native", "r3"] = "native"
+    """r3 forces the rollout routes in the scoring and the update pass."""
+    native_drift_every: NonNegative = 1
+    """Under r3: updates between extra passes that measure the exact native drift; 0 is never."""
+    rdc: RdcSection = RdcSection()
+    correction: CorrectionSection = CorrectionSection()
+
+
+class LearnerSection(Section):
+    """The learner."""
+
+    ranks: int = Field(1, ge=1, le=1024)
+    """Processes under torchrun."""
+    updates: Positive = 120
+    """Optimizer steps of the run."""
+    lr: float = Field(3e-4, gt=0, le=1)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW moments, each in [0, 1)."""
+    weight_decay: float = Field(0.0, ge=0, le=1)
+    """Decoupled weight decay."""
+    warmup_updates: NonNegative = 5
+    """Linear warm-up of the learning rate."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradient-norm clip."""
+    micro_batch_tokens: Positive = 16384
+    """Padded tokens per micro-batch."""
+    logprob_chunk: Positive = 4096
+    """Rows of the logits that are materialised at once."""
+    scoring: Literal["auto", "separate"] = "auto"
+    """auto: score and update share one forward when every rank's share fits one micro-batch."""
+    checkpoint_every: NonNegative = 20
+    """Updates between checkpoints, from which a killed learner goes on; 0 is never."""
+    keep_checkpoints: int = Field(2, ge=1, le=1024)
+    """Newest checkpoints that are kept."""
+    threads: int = Field(1, ge=1, le=1024)
+    """Torch threads per rank."""
+    max_skipped_updates: Positive = 5
+    """Skipped updates in a row (non-finite, or all filtered) that end the run."""
+    take_timeout_s: Seconds = Field(300.0, ge=10)
+    """Longest wait for a take before the learner gives up; longer than replay.heartbeat_timeout_s."""
+    collective_timeout_s: Seconds = Field(120.0, ge=10)
+    """Timeout of a collective between ranks (rank 0 also commits and publishes in between)."""
