@@ -1,12 +1,11 @@
-"""Arrays <-> (dtype and shape, raw bytes). No array is copied on decode, and no claim is believed.
+"""Arrays <-> raw bytes, and (dtype, shape) of those whose shape is not known otherwise. Knows no message and no socket.
 
-Knows nothing of messages, groups or sockets.
+No array is copied on decode, and no claim is believed.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -20,49 +19,58 @@ MAX_ARRAY_BYTES = 2**31
 
 Buffer = bytes | bytearray | memoryview
 
+_DTYPES = {d.name: d for d in map(np.dtype, ("uint8", "uint16", "uint32"))}
+_NAMES = {d: name for name, d in _DTYPES.items()}  # numpy makes the name anew each time
+
 
 class ArraySpec(msgspec.Struct, array_like=True, gc=False):
     """What a header says about one buffer."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int, int, int]
 
 
-def pack(owner: str, name: str, array: NDArray[Any], allowed: Collection[str], ndim: int) -> tuple[ArraySpec, Buffer]:
-    """Spec and bytes of an array as it lies in memory (copied only when it is not contiguous).
+def spec_of(array: NDArray[Any]) -> ArraySpec:
+    """What a header says about an array of three axes that was packed."""
+    a, b, c = array.shape
+    return ArraySpec(_NAMES[array.dtype], (a, b, c))
+
+
+def pack(owner: str, name: str, array: NDArray[Any], allowed: Collection[np.dtype[Any]], ndim: int) -> Buffer:
+    """Bytes of an array as it lies in memory (copied only when it is not contiguous).
 
     Raises WireError unless the dtype is in `allowed` and the array has `ndim` axes.
     """
-    if str(array.dtype) not in allowed or array.ndim != ndim:
+    if array.dtype not in allowed or array.ndim != ndim:
         raise WireError(
-            f"{owner}: {name} is {array.dtype}{list(array.shape)}, the wire carries {sorted(allowed)} with {ndim} axes"
+            f"{owner}: {name} is {array.dtype}{list(array.shape)}, the wire carries {sorted(map(str, allowed))} with "
+            f"{ndim} axes"
         )
-    buffer = np.ascontiguousarray(array).data.cast("B") if array.size else b""
-    return ArraySpec(str(array.dtype), array.shape), buffer
+    return np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
 
-def view(
-    owner: str, name: str, spec: ArraySpec, buffers: Iterator[Buffer], allowed: Collection[str], ndim: int
-) -> NDArray[Any]:
-    """Read-only view of the next buffer.
-
-    Raises WireError on a dtype or number of axes that is not allowed, an absurd shape, a missing
-    buffer, a byte count that is not that of the shape, and bools that are neither 0 nor 1.
-    """
-    if spec.dtype not in allowed or len(spec.shape) != ndim:
+def num_bytes(owner: str, name: str, spec: ArraySpec, allowed: Collection[np.dtype[Any]]) -> int:
+    """Size of the buffer that a spec claims. Raises WireError on a dtype that is not allowed or an absurd shape."""
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None or dtype not in allowed:
         raise WireError(f"{owner}: {name} may not be {spec.dtype}{list(spec.shape)}")
-    dtype = np.dtype(spec.dtype)
-    # an axis of 0 must not hide absurd others: numpy refuses them with an error of its own
-    if min(spec.shape) < 0 or math.prod(max(d, 1) for d in spec.shape) * dtype.itemsize > MAX_ARRAY_BYTES:
+    a, b, c = spec.shape
+    # An axis of 0 must not hide absurd others: numpy refuses them with an error of its own.
+    if a < 0 or b < 0 or c < 0 or (a or 1) * (b or 1) * (c or 1) * dtype.itemsize > MAX_ARRAY_BYTES:
         raise WireError(f"{owner}: {name} claims shape {list(spec.shape)}")
-    buffer = next(buffers, None)
-    if buffer is None:
-        raise WireError(f"{owner}: the buffer of {name} is missing")
-    size = math.prod(spec.shape) * dtype.itemsize
-    if len(buffer) != size:
-        raise WireError(f"{owner}: {name} {spec.dtype}{list(spec.shape)} is {size} bytes, got {len(buffer)}")
-    if dtype == np.bool_ and size and np.frombuffer(buffer, np.uint8).max() > 1:
-        raise WireError(f"{owner}: {name} holds bytes that are no booleans")
-    array = np.frombuffer(buffer, dtype).reshape(spec.shape) if size else np.empty(spec.shape, dtype)
-    array.flags.writeable = False
+    return a * b * c * dtype.itemsize
+
+
+def dtype_of(spec: ArraySpec) -> np.dtype[Any]:
+    """The dtype of a spec that `num_bytes` let through."""
+    return _DTYPES[spec.dtype]
+
+
+def view(buffer: Buffer, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Read-only view of a buffer that has exactly the bytes for it."""
+    array: NDArray[Any] = np.frombuffer(buffer, dtype) if len(buffer) else np.empty(0, dtype)
+    if len(shape) != 1:
+        array = array.reshape(shape)
+    if type(buffer) is not bytes or not buffer:
+        array.flags.writeable = False
     return array

@@ -1,4 +1,4 @@
-"""How a role finds another on the same file system: a file that holds an address."""
+"""How a role finds another: by a file on the same file system that holds an address, or by a fixed address."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from pathlib import Path
 
 from asyncrl.errors import TransportError
 
+Place = Path | str
+"""Where a role is found: the file in which it publishes its address, or the address itself."""
+
 
 def publish_address(file: Path, address: str) -> None:
     """Write the file in one step, so that a reader sees the whole address or none."""
@@ -16,11 +19,21 @@ def publish_address(file: Path, address: str) -> None:
     aside.replace(file)
 
 
-def wait_for_address(file: Path, timeout_s: float) -> str:
-    """Waits for `file` to appear, at most timeout_s; raises TransportError after."""
+def address_at(place: Place) -> str:
+    """What is known now: a fixed address, what the file says, or "" before the file is there."""
+    if isinstance(place, str):
+        return place
+    try:
+        return place.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for_address(place: Place, timeout_s: float) -> str:
+    """Waits for the file, at most timeout_s; raises TransportError after. A fixed address is there at once."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if file.is_file() and (text := file.read_text().strip()):
-            return text
+    while not (text := address_at(place)):
+        if time.monotonic() >= deadline:
+            raise TransportError(f"no address was published in {place} within {timeout_s:g} s; is that role running?")
         time.sleep(0.05)
-    raise TransportError(f"no address was published in {file} within {timeout_s:g} s; is that role running?")
+    return text

@@ -2,10 +2,13 @@
 
 from asyncrl.arrays import Buffer
 from asyncrl.wire.groups import (
+    GroupHead,
+    TrajectoryHead,
     decode_group,
     encode_group,
     prompt_from_msg,
     prompt_to_msg,
+    read_group,
 )
 from asyncrl.wire.messages import (
     SCHEMA,
@@ -18,6 +21,7 @@ from asyncrl.wire.messages import (
     Failed,
     Heartbeat,
     Hello,
+    Hold,
     LeaseMsg,
     LeaseRequest,
     Leases,
@@ -27,6 +31,7 @@ from asyncrl.wire.messages import (
     Published,
     Refused,
     Rejoin,
+    Send,
     Status,
     StatusReply,
     Stop,
@@ -49,8 +54,10 @@ __all__ = [
     "EvalAnswer",
     "EvalResult",
     "Failed",
+    "GroupHead",
     "Heartbeat",
     "Hello",
+    "Hold",
     "LeaseMsg",
     "LeaseRequest",
     "Leases",
@@ -60,11 +67,13 @@ __all__ = [
     "Published",
     "Refused",
     "Rejoin",
+    "Send",
     "Status",
     "StatusReply",
     "Stop",
     "Take",
     "TakeReply",
+    "TrajectoryHead",
     "Welcome",
     "decode",
     "decode_group",
@@ -74,4 +83,5 @@ __all__ = [
     "model_of",
     "prompt_from_msg",
     "prompt_to_msg",
+    "read_group",
 ]

@@ -2,13 +2,13 @@
 
 A message is `[kind, header, buffer, buffer, ...]`: kind is a short ASCII word, header is msgpack
 (array-like msgspec structs) and every buffer is the raw bytes of one array whose dtype and shape
-stand in the header. Nothing received is unpickled or evaluated, and no array is copied on decode.
+follow from the header. Nothing received is unpickled or evaluated, and no array is copied on decode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,6 +20,13 @@ SCHEMA = 3
 """Raised with every change of a struct below; peers with another number are refused."""
 
 
+Number = Annotated[int, msgspec.Meta(ge=-(2**40), le=2**40)]
+"""An update, version or count that replay keeps: sums of them stay far from what a snapshot can hold."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+"""What fits int32."""
+
+
 class Struct(msgspec.Struct, array_like=True, gc=False):
     """Base of everything on the wire: fields by position, no names."""
 
@@ -28,7 +35,7 @@ class PromptMsg(Struct):
     """A Prompt without its token ids, which travel as a buffer or as a short list."""
 
     prompt_id: str
-    token_ids: list[int]
+    token_ids: list[TokenId]
     text: str
     answer: str
     source: str
@@ -156,6 +163,18 @@ class Ack(Struct, tag="ack"):
     seq: int = 0
 
 
+class Hold(Struct, tag="hold"):
+    """There is no room for these groups yet: keep them until replay asks for them."""
+
+    group_ids: list[str]
+
+
+class Send(Struct, tag="send"):
+    """There is room for these groups, which the generator keeps: send them now, whether admitted once or not."""
+
+    group_ids: list[str]
+
+
 class Cancel(Struct, tag="cancel"):
     """These leases can no longer be used; stop sampling them."""
 
@@ -179,8 +198,8 @@ class Stop(Struct, tag="stop"):
 class Take(Struct, tag="take"):
     """A learner rank asks for its shard of take `take_id`; idempotent."""
 
-    take_id: int
-    update: int
+    take_id: Number
+    update: Number
     rank: int
     world: int
 
@@ -207,12 +226,12 @@ class Commit(Struct, tag="commit"):
     batch counts the batches that this policy used up, from 0; a learner that resumes goes on counting.
     """
 
-    take_id: int
-    update: int
+    take_id: Number
+    update: Number
     outcome: str
     group_ids: list[str]
     seq: int = 0
-    batch: int = 0
+    batch: Number = 0
 
 
 class Published(Struct, tag="published"):
@@ -221,11 +240,11 @@ class Published(Struct, tag="published"):
     batches: how many batches made these weights. The first version of a new epoch undoes the commits of later ones.
     """
 
-    epoch: int
-    update: int
+    epoch: Number
+    update: Number
     source: str
     seq: int = 0
-    batches: int = 0
+    batches: Number = 0
 
 
 class Status(Struct, tag="status"):
@@ -243,13 +262,13 @@ class StatusReply(Struct, tag="status_reply"):
 class Done(Struct, tag="done"):
     """The learner made its last update; replay finishes evaluations, then stops the generators."""
 
-    update: int
+    update: Number
     seq: int = 0
 
 
 Message = (
-    Hello | Welcome | Rejoin | Refused | LeaseRequest | Leases | Heartbeat | EvalResult | Failed | Ack | Cancel
-    | NewVersion | Stop | Take | TakeReply | Commit | Published | Status | StatusReply | Done
+    Hello | Welcome | Rejoin | Refused | LeaseRequest | Leases | Heartbeat | EvalResult | Failed | Ack | Hold | Send
+    | Cancel | NewVersion | Stop | Take | TakeReply | Commit | Published | Status | StatusReply | Done
 )  # fmt: skip
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -46,8 +46,7 @@ def connect(server, folder):
 
     yield make
     for client in clients:
-        client._socket.linger = 0
-        client.close()
+        client.leave()
 
 
 def until(server, condition, seconds=10.0, client=None):
@@ -249,7 +248,7 @@ def test_asyncio_clients_too(server, folder, tmp_path):
         assert got == [(b"g0", [b"a", b"x" * 100_000])]
         server.send(b"g0", [b"one"])
         assert await client.recv(5.0) == [b"one"]
-        client.close()
+        await client.close()
         # Refused first, allowed later: it keeps trying.
         there = outsider(tmp_path, folder / "server.pub", "late")
         late = AsyncClient(server.address, b"late", keys.client_keys("curve", there, "late"))
@@ -270,7 +269,7 @@ def test_asyncio_clients_too(server, folder, tmp_path):
             for _ in range(20):
                 got += server.poll(0.01)
         assert got[0][0] == b"late"
-        late.close()
+        await late.close()
 
     asyncio.run(talk())
 
@@ -335,8 +334,7 @@ def test_no_secret_is_ever_logged(folder, tmp_path, caplog):
     clients[0].send([b"y"])
     until(server, lambda _: server.refused["refused_revoked_key"], client=clients[0])
     for client in clients:
-        client._socket.linger = 0
-        client.close()
+        client.leave()
     server.close()
     files = [folder / "server.key", *folder.glob("clients/*.key"), *there.glob("clients/*.key")]
     secrets = [f.read_text().split()[1] for f in files]

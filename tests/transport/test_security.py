@@ -139,8 +139,7 @@ def knock(config, name, pair, seconds):
                 await link.next()
             return link.welcomed
         finally:
-            link._client._socket.linger = 0
-            link.close()
+            link._client.leave()
 
     return asyncio.run(go())
 
@@ -167,8 +166,7 @@ def test_generators_and_the_learner_meet_replay_with_keys_only(role, folder, tmp
         learner._timeout_s = 5.0  # long enough to ask twice: the first may meet the change between question and answer
         while time.monotonic() < deadline:
             learner.status()
-    learner._socket._socket.linger = 0
-    learner.close()
+    learner._socket.leave()
     # Replay goes on serving those who may.
     assert knock(role, "g1", keys.client_keys("curve", folder, "g1"), 20.0)
     client = Client(file.read_text().strip(), b"watch", keys.client_keys("curve", folder, "g1"))

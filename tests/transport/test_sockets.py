@@ -11,7 +11,7 @@ import time
 import pytest
 
 from asyncrl.errors import ConfigError, TransportError
-from asyncrl.transport import sockets
+from asyncrl.transport import meter, sockets
 from asyncrl.transport.address import parse
 from asyncrl.transport.sockets import AsyncClient, Client, Server
 
@@ -215,8 +215,7 @@ def test_a_full_socket_raises_in_time():
     with pytest.raises(TransportError, match=r"no room to send to 127\.0\.0\.1:9"):
         for _ in range(100_000):
             client.send([b"x"], timeout_s=0.05)
-    client._socket.linger = 0
-    client.close()
+    client.leave()
 
 
 def test_an_absurd_frame_length_ends_only_that_connection(server):
@@ -260,7 +259,7 @@ def test_asyncio_client(server):
         await asyncio.gather(waiting, return_exceptions=True)
         server.send(b"g1", [b"two", b"x" * 100_000])
         assert await client.recv(5.0) == [b"two", b"x" * 100_000]
-        client.close()
+        await client.close()
 
     asyncio.run(talk())
 
@@ -271,8 +270,7 @@ def test_asyncio_send_to_nobody_raises_in_time():
         with pytest.raises(TransportError, match="no room"):
             for _ in range(100_000):
                 await client.send([b"x"], timeout_s=0.05)
-        client._socket.linger = 0
-        client.close()
+        client.leave()
 
     asyncio.run(flood())
 
@@ -296,3 +294,198 @@ def test_a_thousand_reconnects_leave_no_descriptor_behind(server):
     while descriptors() > before + 5 and time.monotonic() < deadline:
         server.poll(0.01)
     assert descriptors() <= before + 5
+
+
+def endless(raw, num_bytes):
+    """Send empty frames of one message that never ends; False when the connection was ended meanwhile."""
+    chunk = b"\x01\x00" * 2**15
+    try:
+        for _ in range(num_bytes // len(chunk)):
+            raw.sendall(chunk)
+    except (ConnectionResetError, BrokenPipeError, TimeoutError):
+        return False
+    return True
+
+
+def test_a_message_without_end_is_ended(monkeypatch):
+    # libzmq keeps every frame of it, at 32 times the bytes on the wire, and has no limit for that.
+    monkeypatch.setattr(meter, "LOOK_S", 0.01)
+    server = Server("127.0.0.1", max_bytes=2**20)
+    client = Client(server.address, b"g0")
+    with socket.create_connection(("127.0.0.1", parse(server.address).port)) as raw:
+        shake_hands(raw)
+        deadline = time.monotonic() + 30
+        while endless(raw, 2**18) and time.monotonic() < deadline:
+            client.send([b"hi"])
+            assert receive(server) == [(b"g0", [b"hi"])]
+    assert server.refused == {"refused_unfinished": 1}
+    client.send([b"still here"])
+    assert receive(server) == [(b"g0", [b"still here"])]
+    client.close()
+    server.close()
+
+
+def test_a_busy_peer_is_not_taken_for_a_message_without_end(monkeypatch):
+    # Far more than the limit between two looks, all of it in whole messages.
+    monkeypatch.setattr(meter, "LOOK_S", 0.0)
+    server = Server("127.0.0.1", max_bytes=2**16)
+    client = Client(server.address, b"g0")
+    for _ in range(100):
+        client.send([b"x" * 2**15, b"y" * 2**15])
+    assert len(receive(server, 100, 20.0)) == 100 and not server.refused
+    client.close()
+    server.close()
+
+
+def test_a_frame_above_the_limit_ends_the_connection():
+    server = Server("127.0.0.1", max_bytes=2**16)
+    with socket.create_connection(("127.0.0.1", parse(server.address).port)) as raw:
+        shake_hands(raw)
+        raw.sendall(b"\x02" + struct.pack(">Q", 2**30) + b"x" * 1000)
+        with contextlib.suppress(ConnectionResetError):
+            assert raw.recv(4096) == b""
+    server.close()
+
+
+def test_a_message_of_too_many_frames_is_dropped_and_counted():
+    server = Server("127.0.0.1", max_frames=40)
+    client = Client(server.address, b"g0")
+    client.send([b"x"] * 100_000)
+    client.send([b"y"] * 40)
+    assert receive(server) == [(b"g0", [b"y"] * 40)]
+    client.send([b"z"] * 41)
+    client.send([b"end"])
+    assert receive(server) == [(b"g0", [b"end"])]
+    assert server.refused == {"refused_frames": 2}
+    client.close()
+    server.close()
+
+
+def test_connections_beyond_the_limit_are_ended_unless_they_were_heard(server, monkeypatch):
+    monkeypatch.setattr(meter, "LOOK_S", 0.0)
+    server._meter.max_connections = 20
+    client = Client(server.address, b"g0")
+    client.send([b"hi"])
+    receive(server)
+    with contextlib.ExitStack() as stack:
+        port = parse(server.address).port
+        opened = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(60)]
+        deadline = time.monotonic() + 20
+        while server.refused["refused_connections"] < 41 and time.monotonic() < deadline:
+            server.poll(0.02)
+        assert server.refused["refused_connections"] >= 41 and len(opened) == 60
+        client.send([b"still here"])
+        assert receive(server) == [(b"g0", [b"still here"])]
+    client.close()
+
+
+def use_inherited(server, client, results):
+    """In a forked child: what every call on the parent's sockets says."""
+    for use in (lambda: server.poll(1.0), lambda: server.send(b"g0", [b"x"]), lambda: client.recv(1.0),
+                lambda: client.send([b"x"])):  # fmt: skip
+        try:
+            results.put(repr(use()))
+        except TransportError as exc:
+            results.put(str(exc))
+    client.close()
+    server.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_that_touches_an_inherited_socket_gets_an_error(server):
+    # B50: libzmq's threads do not live in the child; a receive would never return.
+    client = Client(server.address, b"g0")
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    child = fork.Process(target=use_inherited, args=(server, client, results), daemon=True)
+    child.start()
+    try:
+        said = []
+        for _ in range(4):
+            assert results._reader.poll(30), "the child hangs"
+            said.append(results.get())
+        child.join(30)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        child.join(10)
+    assert all(f"belongs to process {os.getpid()}" in text for text in said)
+    client.send([b"unharmed"])
+    assert receive(server) == [(b"g0", [b"unharmed"])]
+    client.close()
+
+
+def test_leaving_does_not_wait_and_still_delivers(server, monkeypatch):
+    client = Client(server.address, b"x")
+    for i in range(20):
+        client.send([b"%d" % i, b"y" * 100_000])
+    client.leave()
+    assert [frames[0] for _, frames in receive(server, 20)] == [b"%d" % i for i in range(20)]
+    # Nobody is there: close would take all of this time.
+    monkeypatch.setattr(sockets, "LINGER_S", 600.0)
+    gone = Client("127.0.0.1:9", b"x")
+    gone.send([b"unsent"])
+    gone.leave()
+
+
+def break_off(address, go):
+    """A sender that leaves in mid-message while its connection breaks."""
+    client = Client(address, b"g0")
+    with contextlib.suppress(TransportError):
+        while not go.is_set():
+            client.send([b"x" * 2_000_000] * 8, 1.0)
+    client.leave()
+    time.sleep(0.1)
+
+
+@pytest.mark.timeout(120)
+def test_a_connection_that_breaks_while_its_socket_leaves_aborts_nothing():
+    # With linger 0, libzmq 4.3.5 aborted the process in 1 of 40 such ends.
+    spawn = multiprocessing.get_context("spawn")
+    for _ in range(3):
+        server, go = Server("127.0.0.1"), spawn.Event()
+        process = spawn.Process(target=break_off, args=(server.address, go), daemon=True)
+        process.start()
+        receive(server, 3, 30.0)
+        go.set()
+        server.close()
+        process.join(30)
+        assert process.exitcode == 0
+
+
+def test_closing_delivers_while_the_event_loop_goes_on(server):
+    async def talk():
+        client = AsyncClient(server.address, b"g1")
+        for i in range(20):
+            await client.send([b"%d" % i, b"y" * 100_000])
+        await client.close()
+
+    asyncio.run(talk())
+    assert [frames[0] for _, frames in receive(server, 20)] == [b"%d" % i for i in range(20)]
+
+    async def talk_to_nobody():
+        client, turns = AsyncClient("127.0.0.1:9", b"g1"), 0
+        await client.send([b"unsent"])
+        closing = asyncio.create_task(client.close())
+        while not closing.done():
+            turns += 1
+            await asyncio.sleep(0.01)
+        return turns
+
+    assert asyncio.run(talk_to_nobody()) > 5
+
+
+def test_every_form_of_address_binds_or_says_why():
+    # B49: this host's own name too, where it can be bound; a fixed port on IPv6.
+    server = Server(socket.gethostname(), "none")
+    client = Client(server.address, b"x")
+    client.send([b"hi"])
+    assert receive(server) == [(b"x", [b"hi"])]
+    client.close()
+    server.close()
+    probe = Server("[::1]:*")
+    port = parse(probe.address).port
+    probe.close()
+    fixed = Server(f"[::1]:{port}")
+    assert fixed.address == f"tcp://[::1]:{port}"
+    fixed.close()
