@@ -32,8 +32,13 @@ class Engine(Protocol):
         """MoE layers, experts, top-k, vocabulary and fingerprint of its model."""
         ...
 
-    async def generate(self, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams) -> list[Completion]:
-        """N samples of one prompt [P]. EngineError when the request or the engine cannot be served."""
+    async def generate(
+        self, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams, limit_s: float | None = None
+    ) -> list[Completion]:
+        """N samples of one prompt [P]. EngineError when the request or the engine cannot be served.
+
+        After limit_s it gives the samples that are finished, perhaps none, and stops the others.
+        """
         ...
 
     async def load(self, version: Version, source_reader: SourceReader) -> None:

@@ -63,12 +63,20 @@ class Batch:
     @torch.inference_mode()
     def cancel(self, request: Request, error: EngineError | None = None) -> None:
         """Free its rows and its place in the queue; it ends with error (default: cancelled)."""
+        self._stop(request, error or EngineError("the request was cancelled"))
+
+    @torch.inference_mode()
+    def cut(self, request: Request) -> None:
+        """As cancel, but it ends well, with the samples that are finished."""
+        self._stop(request, None)
+
+    def _stop(self, request: Request, error: EngineError | None) -> None:
         if request.ended:
             return
         self._drop([i for i, row in enumerate(self.running) if row.request is request])
         if request in self.waiting:
             self.waiting.remove(request)
-        request.end(error or EngineError("the request was cancelled"))
+        request.end(error)
 
     def set_version(self, version: Version) -> None:
         """Tokens from now on carry `version`; running responses go on and get a new segment."""

@@ -18,7 +18,7 @@ from asyncrl.types import Completion, SamplingParams, Segment, Version
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """n samples of one prompt. on_end is called once, by the batch, with error set or all completions there."""
+    """n samples of one prompt. on_end is called once, by the batch, with error set or the completions there."""
 
     prompt_ids: NDArray[np.int32]
     n: int
@@ -42,7 +42,7 @@ class Request:
             return
         self.ended, self.error = True, error
         if error is None:
-            self.completions = [self.by_sample[i] for i in range(self.n)]
+            self.completions = [completion for _, completion in sorted(self.by_sample.items(), key=lambda s: s[0])]
         self.on_end(self)
 
 

@@ -25,6 +25,7 @@ from asyncrl.engines.requests import Request
 from asyncrl.engines.worker import Reply, Worker
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.describe import describe
+from asyncrl.models.finite import is_finite
 from asyncrl.models.load import load_model
 from asyncrl.models.names import Loader
 from asyncrl.models.routes import RouteHook
@@ -93,9 +94,12 @@ class TorchEngine:
             "waiting": float(len(batch.waiting)),
         }
 
-    async def generate(self, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams, limit_s: float | None = None
+    ) -> list[Completion]:
         """n samples of one prompt. EngineError when refused or failed; cancelling the task frees its rows.
 
+        After limit_s those that are finished, in order, perhaps none; the rows of the others are freed.
         sampling.seed: the same seed and weights give the same samples, up to rounding, whatever else runs;
         None takes the engine's own stream.
         """
@@ -107,6 +111,9 @@ class TorchEngine:
         )
         self._worker.send(lambda: self._batch.submit(request))
         try:
+            done, _ = await asyncio.wait([reply.future], timeout=limit_s)
+            if not done:
+                self._worker.send(lambda: self._batch.cut(request))
             completions: list[Completion] = await reply.future
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError):  # the thread has ended, and its rows with it
@@ -165,7 +172,7 @@ def _read(source_reader: SourceReader) -> Mapping[str, Tensor]:
         weights = source_reader()
     except OSError as exc:
         raise WeightSyncError(f"the weights cannot be read: {exc}") from exc
-    bad = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    bad = [name for name, tensor in weights.items() if not is_finite(tensor)]
     if bad:
         raise WeightSyncError(f"{len(bad)} tensors are not finite, first {bad[0]}")
     return weights

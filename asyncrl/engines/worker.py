@@ -94,8 +94,9 @@ class Worker:
         try:
             self._begin()
             while (jobs := self._next()) is not None:
-                for job in jobs:
-                    job()
+                while jobs:
+                    # No name for a done job: it may hold the memory of a whole version of the weights.
+                    jobs.pop(0)()
                 if self._busy():
                     self._step()
         except BaseException as exc:

@@ -20,7 +20,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.errors import TransportError, WeightSyncError
+from asyncrl.errors import TransportError, VersionGone, WeightSyncError
 from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.sockets import Client
 from asyncrl.types import Version
@@ -140,7 +140,7 @@ class _Line:
                 case None:
                     self._ask(Look(wanted))
                 case Kept(token=None) as kept, _:
-                    raise WeightSyncError(f"version {version} is not offered by {self._source}; {_list(kept)}")
+                    raise VersionGone(f"version {version} is not offered by {self._source}; {_list(kept)}")
                 case Head() as head, _ if head.version == wanted:
                     self._boot, self._progress = head.boot, time.monotonic()
                     return head
@@ -163,7 +163,7 @@ class _Line:
                     self._clock += 1
                     self._ask(Probe(self._clock))
                 case Kept(token=None) as kept, _:
-                    raise WeightSyncError(f"version dropped by {self._source} after {done}; {_list(kept)}")
+                    raise VersionGone(f"version dropped by {self._source} after {done}; {_list(kept)}")
                 case Kept(token=int(token)), _:
                     lost = [i for i, asked in flying.items() if asked < token]
                     todo.extendleft(lost)
@@ -197,12 +197,12 @@ class _Line:
             if reply is None or frames is None:
                 continue
             if self._boot is not None and reply.boot != self._boot:
-                raise WeightSyncError(
+                raise VersionGone(
                     f"the publisher {self._source} was replaced after {what}; look for its newest version"
                 )
             return reply, frames[-1]
         if time.monotonic() - self._progress >= self._timeout_s:
-            raise WeightSyncError(f"{self._source}: no progress for {self._timeout_s:g} s at {what}")
+            raise VersionGone(f"{self._source}: no progress for {self._timeout_s:g} s at {what}")
         return None
 
 

@@ -128,17 +128,6 @@ def pack(weights: Iterable[tuple[str, Tensor]]) -> Flat:
     return Flat(entries, data)
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. Non-floating tensors are.
-
-    By the extremes, which carry NaN: a single pass without a mask, 12x faster than isfinite on bf16.
-    """
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
-    low, high = torch.aminmax(tensor.detach())
-    return bool(torch.isfinite(low) & torch.isfinite(high))
-
-
 def size_of(entries: tuple[Entry, ...]) -> int:
     """Bytes of the buffer for these entries."""
     return entries[-1].offset + entries[-1].nbytes if entries else 0

@@ -26,6 +26,11 @@ def directory_of(directory: str | Path) -> Path:
     return place
 
 
+def in_shared_memory(path: Path) -> bool:
+    """Whether a file there is memory of this host, with no disk behind it."""
+    return _SHARED_MEMORY in path.parents
+
+
 def place(directory: str | Path) -> Path:
     """Make that folder, private to this user. Raises WeightSyncError when it cannot be had."""
     folder = directory_of(directory)

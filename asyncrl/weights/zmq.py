@@ -17,10 +17,11 @@ from typing import Literal
 from torch import Tensor
 
 from asyncrl.errors import TransportError, WeightSyncError
-from asyncrl.transport.sockets import LINGER_MS, Buffer, Server
+from asyncrl.models.finite import is_finite
+from asyncrl.transport.sockets import LINGER_S, Buffer, Server
 from asyncrl.types import Version
 from asyncrl.weights.fetch import Base, newest, read
-from asyncrl.weights.flat import chunk, is_finite, num_chunks, pack
+from asyncrl.weights.flat import chunk, num_chunks, pack
 from asyncrl.weights.messages import SCHEME, Chunk, Get, Head, Kept, Link, Look, Probe, open_request, seal
 from asyncrl.weights.versions import Offer, Versions
 
@@ -50,13 +51,15 @@ class Publisher:
         hold_s: float = 10.0,
         with_delta: bool = True,
     ) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(chunks=0, bytes=0, unsent=0, refused=0)
         """Since start: chunks, bytes, unsent (peer absent or full), refused (not a request), refused_* (not let in)."""
         self._versions = Versions(keep, hold_s, with_delta)
         self._boot = uuid.uuid4().hex
         self._publishing = threading.Lock()
         self._stop = threading.Event()
-        self._server = Server(bind, security, keys=keys, setting=setting, refused=self.counters)
+        self._server = Server(
+            bind, security, keys=keys, setting=setting, refused=self.counters, max_bytes=2**20, max_frames=16
+        )
         self.source = SCHEME + self._server.address
         self._thread = threading.Thread(target=self._serve, name="weights", daemon=True)
         self._thread.start()
@@ -81,7 +84,7 @@ class Publisher:
     def close(self) -> None:
         """Stop serving; unsent chunks are waited for at most 2 s. Safe to call twice."""
         self._stop.set()
-        self._thread.join(LINGER_MS / 1000 + 5)
+        self._thread.join(LINGER_S + 5)
 
     def _serve(self) -> None:
         try:

@@ -235,3 +235,19 @@ def test_a_config_that_the_modules_do_not_fit_is_refused(folder):
     model = tiny_models.qwen3_moe(**LOUD, layers=3, mlp_only_layers=(0,))
     with pytest.raises(EngineError, match=r"\(0, 1\).*\(1, 2\)"):
         _check_routes(describe(folder), RouteHook(model))
+
+
+def test_after_its_limit_a_request_gives_what_is_finished_and_frees_its_rows(engine):
+    async def scenario():
+        # Greedy: the short request ends at once, the other one has thousands of tokens to go.
+        whole = await engine.generate(PROMPT, 2, GREEDY, 3600.0)
+        nothing = await engine.generate(PROMPT, 2, SamplingParams(1.0, 3000, ()), 0.0)
+        waiting = await asyncio.gather(
+            engine.generate(PROMPT, 8, SamplingParams(1.0, 3000, ()), 0.3),
+            engine.generate(PROMPT, 4, SamplingParams(1.0, 3000, ()), 0.2),  # no row is free for it
+        )
+        await until(lambda: engine.stats()["running"] == 0 and engine.stats()["waiting"] == 0)
+        return whole, nothing, waiting, await engine.generate(PROMPT, 8, GREEDY)
+
+    whole, nothing, waiting, after = run(scenario())
+    assert len(whole) == 2 and nothing == [] and waiting == [[], []] and len(after) == 8

@@ -1,6 +1,7 @@
 import asyncio
 import threading
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -107,3 +108,26 @@ def test_an_idle_worker_wakes_at_once():
     time.sleep(0.05)
     assert asyncio.run(ask(worker, 1)) == 1
     worker.close()
+
+
+def test_a_done_job_holds_no_memory():
+    """A load holds a whole version of the weights, whose memory the publisher wants back."""
+
+    class Weights:
+        pass
+
+    async def scenario() -> None:
+        worker = make(Counter())
+        reply, weights = worker.reply(), Weights()
+        gone = weakref.ref(weights)
+        worker.send(partial(lambda held, answer: worker.settle(answer, id(held)), weights, reply))
+        del weights
+        await reply.future
+        for _ in range(500):  # the thread may not have left the job yet
+            if gone() is None:
+                break
+            await asyncio.sleep(0.01)
+        assert gone() is None
+        worker.close()
+
+    asyncio.run(scenario())

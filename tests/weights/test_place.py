@@ -20,6 +20,7 @@ def test_a_supervisor_removes_what_a_killed_publisher_left(tmp_path: Path) -> No
     remove(tmp_path / "weights")
     assert not directory_of(tmp_path / "weights").exists()
     assert held["a"].tolist() == [1.0, 1.0, 1.0]
+    publisher.close()
 
 
 def test_other_directories_and_foreign_files_stay(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The shm carrier: what readers can see, keep and refuse."""
 
+import fcntl
 import os
 import stat
 import subprocess
@@ -45,6 +46,11 @@ def files(publisher: Publisher) -> list[str]:
     return sorted(file.name for file in publisher.directory.iterdir())
 
 
+def visible(publisher: Publisher) -> list[str]:
+    """Without the memory that waits for the next version."""
+    return [name for name in files(publisher) if name.endswith(".weights")]
+
+
 def test_round_trip_keeps_names_dtypes_shapes_and_bits(publisher: Publisher) -> None:
     source = publisher.publish(V1, iter(weights().items()))
     assert same(read(source, V1), weights())
@@ -67,7 +73,7 @@ def test_only_the_newest_versions_stay_but_readers_keep_theirs(publisher: Publis
     also_held = read(first, V1)
     publisher.publish(V2, weights(2.0).items())
     third = publisher.publish(V3, weights(3.0).items())
-    assert files(publisher) == ["0.2.weights", "1.2.weights"]
+    assert visible(publisher) == ["0.2.weights", "1.2.weights"]
     assert same(held, weights(1.0)) and same(also_held, weights(1.0))
     assert same(read(third, V3), weights(3.0))
     with pytest.raises(WeightSyncError, match=r"version 0\.1 cannot be read"):
@@ -83,7 +89,7 @@ def test_the_version_being_announced_always_stays(tmp_path: Path) -> None:
     # An older label published later (a resumed run) is still the newest file.
     publisher.publish(V3, weights(3.0).items())
     source = publisher.publish(V1, weights(1.0).items())
-    assert files(publisher) == ["0.1.weights"]
+    assert visible(publisher) == ["0.1.weights"]
     assert same(read(source, V1), weights(1.0))
     publisher.close()
 
@@ -112,6 +118,91 @@ def test_a_half_written_version_is_never_visible(publisher: Publisher) -> None:
         publisher.publish(V2, slowly())
     assert seen == [["0.1.weights"]] * 6
     assert files(publisher) == ["0.1.weights"]
+
+
+def test_memory_of_a_dropped_version_is_used_again_when_nobody_holds_it(publisher: Publisher) -> None:
+    inodes = []
+    for update in range(6):
+        source = publisher.publish(Version(0, update), weights(update).items())
+        inodes.append(os.stat(source).st_ino)
+        assert same(read(source, Version(0, update)), weights(update))  # and let go
+    # Two visible ones and the next: three files take turns.
+    assert inodes[3:] == inodes[:3]
+    assert publisher.counters["reused"] == 3
+    assert len(files(publisher)) == 3
+
+
+def test_memory_that_a_reader_holds_is_left_to_it(publisher: Publisher) -> None:
+    held = {}
+    for update in range(6):
+        source = publisher.publish(Version(0, update), weights(update).items())
+        held[update] = read(source, Version(0, update))
+        # Of a dropped version one tensor is enough.
+        held[update] = {"a.weight": held[update]["a.weight"]}
+    assert publisher.counters["reused"] == 0
+    assert all(float(tensors["a.weight"][0, 0]) == update for update, tensors in held.items())
+    held.clear()
+    for update in range(6, 8):
+        publisher.publish(Version(0, update), weights(update).items())
+    assert publisher.counters["reused"] == 2
+
+
+def test_a_version_that_a_reader_chose_survives_the_cleaner(publisher: Publisher) -> None:
+    """Paused between opening and reading: as long as it has the lock, nothing is written over."""
+    first = publisher.publish(V1, weights(1.0).items())
+    with open(first, "rb") as chosen:
+        fcntl.flock(chosen, fcntl.LOCK_SH)
+        for update in range(2, 6):
+            publisher.publish(Version(0, update), weights(update).items())
+        assert not os.path.exists(first)
+        assert same(read(f"/proc/self/fd/{chosen.fileno()}", V1), weights(1.0))
+    # Nobody else can come to it any more: a name that is gone is an error, never other bytes.
+    with pytest.raises(WeightSyncError, match=r"version 0\.1 cannot be read"):
+        read(first, V1)
+
+
+def test_a_reader_that_opened_just_before_its_version_was_dropped_sees_no_other_bytes(publisher: Publisher) -> None:
+    first = publisher.publish(V1, weights(1.0).items())
+    with open(first, "rb") as late:
+        source = f"/proc/self/fd/{late.fileno()}"
+        for update in range(2, 4):
+            publisher.publish(Version(0, update), weights(update).items())
+        seen = []
+
+        def slowly() -> Iterator[tuple[str, Tensor]]:
+            for pair in weights(4.0).items():
+                with pytest.raises(WeightSyncError) as caught:
+                    read(source, V1)
+                seen.append(str(caught.value))
+                yield pair
+
+        publisher.publish(Version(0, 4), slowly())
+        assert seen == ["version 0.1 cannot be read: it is dropped, a newer one takes its place"] * 6
+        with pytest.raises(WeightSyncError, match=r"holds version 0\.4, not 0\.1"):
+            read(source, V1)
+
+
+def test_a_smaller_version_over_the_memory_of_a_larger_one(publisher: Publisher) -> None:
+    large = {"big": torch.arange(100_000), "small": torch.ones(3)}
+    for update in range(3):
+        publisher.publish(Version(0, update), large.items())
+    source = publisher.publish(Version(0, 3), [("small", torch.zeros(3))])
+    assert publisher.counters["reused"] == 1
+    assert same(read(source, Version(0, 3)), {"small": torch.zeros(3)})
+    assert os.stat(source).st_size < 1000
+
+
+@pytest.mark.parametrize("fault", ["gone", "failed"])
+def test_memory_that_cannot_be_used_again_costs_nothing(publisher: Publisher, fault: str) -> None:
+    for update in range(3):
+        publisher.publish(Version(0, update), weights(update).items())
+    if fault == "gone":
+        next(publisher.directory.glob("*.part")).unlink()
+    else:
+        with pytest.raises(WeightSyncError, match="non-finite"):
+            publisher.publish(Version(0, 3), [("a", torch.tensor([float("nan")]))])
+    source = publisher.publish(Version(0, 4), weights(4).items())
+    assert same(read(source, Version(0, 4)), weights(4))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -641,7 +641,7 @@ def follow(source: str, last: Version, late_s: float) -> dict[str, Tensor]:
     raise AssertionError(f"{last} was never reached")
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(50))
 def test_any_start_order_reaches_the_newest_version(seed: int):
     rng = random.Random(seed)
     publisher = Publisher(keep=1)

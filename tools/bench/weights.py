@@ -1,8 +1,12 @@
 """Carriers of weights against a gloo broadcast, in one interleaved run on this host.
 
-One sender and receivers that are processes of their own; a read ends when the last receiver has its tensors,
-verified where the carrier verifies (gloo does not). Publishing (copy, check for non-finite values, checksums, delta) is
-timed apart and counted in the second ratio. With fewer cores than processes the cost per byte decides, not the method.
+One sender and receivers that are processes of their own. A read ends when the last receiver has the version in tensors
+of its own, verified where the carrier verifies (gloo does not); `+ copy`: when it has copied them into its model, as
+when a load that fails must leave the model as it was. Publishing (copy, check for non-finite values, checksums,
+delta) is timed apart and counted in the second ratio; gloo has nothing to publish, its tensors lie in one buffer
+already. shm is published twice: over the memory of a dropped version, as in a run whose readers let go of what they
+loaded, and into new memory, by a publisher whose readers hold on. With fewer cores than processes the cost per byte
+decides, not the method. CPU is that of all processes, publishing included: other programs on the host change it least.
 
     python tools/bench/weights.py [--rounds 5] [--megabytes 64] [--changed 0.01]
 """
@@ -34,7 +38,7 @@ from asyncrl.types import Version
 from asyncrl.weights import shm, zmq
 
 RECEIVERS = (1, 4)
-METHODS = ("shm", "zmq full", "zmq delta", "gloo")
+METHODS = ("shm", "shm + copy", "zmq full", "zmq delta", "gloo", "gloo + copy")
 Weights = dict[str, Tensor]
 
 
@@ -46,22 +50,34 @@ def join(store: str, rank: int) -> dict[int, dist.ProcessGroup]:
     return {n: dist.new_group(list(range(n + 1))) for n in RECEIVERS}
 
 
+def fill(model: Tensor, weights: Weights) -> None:
+    """Copy the tensors into the model's, one behind the other."""
+    for target, tensor in zip(model.split([t.numel() for t in weights.values()]), weights.values(), strict=True):
+        target.copy_(tensor)
+
+
 def receive(rank: int, store: str, nbytes: int, pipe: Connection) -> None:
     """A receiver: does what it is told until told to stop, and answers after each."""
     groups = join(store, rank)
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    model, aside = (torch.zeros(nbytes // 2, dtype=torch.bfloat16) for _ in range(2))
     base: zmq.Base | None = None
     while (told := pipe.recv()) is not None:
         method, source, version, count = told
-        if method == "gloo":
-            dist.broadcast(buffer, 0, groups[count])
-        elif method == "shm":
-            shm.read(source, version)
+        used = time.process_time()
+        if method.startswith("gloo"):
+            dist.broadcast(aside.view(torch.uint8), 0, groups[count])
+            if method == "gloo + copy":
+                model.copy_(aside)
+        elif method.startswith("shm"):
+            weights = shm.read(source, version)
+            if method == "shm + copy":
+                fill(model, weights)
+            del weights
         elif method == "base":
             base = zmq.Base(version, zmq.read(source, version))
         else:
             zmq.read(source, version, base if method == "zmq delta" else None)
-        pipe.send("done")
+        pipe.send(time.process_time() - used)
     dist.destroy_process_group()
 
 
@@ -92,23 +108,27 @@ class Bench:
             process.start()
         self.groups = join(store, 0)
         self.shm, self.zmq = shm.Publisher(scratch / "weights"), zmq.Publisher()
+        self.fresh = shm.Publisher(scratch / "fresh")
+        self.held: list[Weights] = []
         torch.manual_seed(0)
         self.weights = {f"layer.{i}": torch.randn(2**21).mul(0.02).to(torch.bfloat16) for i in range(megabytes // 4)}
         self.seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.cpu: dict[tuple[str, int], list[float]] = defaultdict(list)
         self.delta_bytes: list[int] = []
 
     def tell(self, count: int, method: str, source: str, version: Version) -> float:
         """Seconds until `count` receivers have done it."""
-        flat = torch.zeros(self.nbytes, dtype=torch.uint8) if method == "gloo" else None
-        start = time.perf_counter()
+        flat = torch.cat(list(self.weights.values())) if method.startswith("gloo") else None
+        start, used = time.perf_counter(), time.process_time()
         for pipe in self.pipes[:count]:
             pipe.send((method, source, version, count))
         if flat is not None:
-            dist.broadcast(flat, 0, self.groups[count])
+            dist.broadcast(flat.view(torch.uint8), 0, self.groups[count])
         for pipe in self.pipes[:count]:
             if not pipe.poll(120):
                 raise TimeoutError(f"{method} to {count} receivers takes more than 120 s")
-            pipe.recv()
+            used -= pipe.recv()
+        self.cpu[method, count].append(time.process_time() - used)
         return time.perf_counter() - start
 
     def round(self, number: int) -> None:
@@ -118,10 +138,15 @@ class Bench:
         self.tell(max(RECEIVERS), "base", source, base)
         self.weights = step(self.weights, self.changed)
         sources = {"gloo": ""}
-        for name, publisher in (("shm", self.shm), ("zmq", self.zmq)):
-            start = time.perf_counter()
+        publishers = (("shm", self.shm), ("shm new", self.fresh), ("zmq", self.zmq))
+        for i in range(len(publishers)):
+            name, publisher = publishers[(i + number) % len(publishers)]
+            start, used = time.perf_counter(), time.process_time()
             sources[name] = publisher.publish(version, self.weights.items())
             self.seconds[name, 0].append(time.perf_counter() - start)
+            self.cpu[name, 0].append(time.process_time() - used)
+        # The newest `keep` and the one that was dropped.
+        self.held = [*self.held, shm.read(sources["shm new"], version)][-3:]
         for i in range(len(METHODS)):
             method = METHODS[(i + number) % len(METHODS)]
             for count in RECEIVERS:
@@ -136,13 +161,15 @@ class Bench:
         for process in self.processes:
             process.join(20)
         self.shm.close()
+        self.fresh.close()
         self.zmq.close()
         dist.destroy_process_group()
 
 
 def report(bench: Bench) -> None:
     median = {key: statistics.median(values) for key, values in bench.seconds.items()}
-    print(f"{'':10} {'receivers':>9} {'read ms':>8} {'min-max':>11} {'GB/s all':>8} {'x gloo':>7} {'and publish':>12}")
+    titles = ("", "receivers", "read ms", "min-max", "GB/s all", "x gloo", "and publish", "CPU ms")
+    print("{:11} {:>9} {:>8} {:>11} {:>8} {:>7} {:>12} {:>7}".format(*titles))
     for count in RECEIVERS:
         for method in METHODS:
             key, values = (method, count), bench.seconds[method, count]
@@ -152,17 +179,24 @@ def report(bench: Bench) -> None:
             # Ratios of one round each: what loads the host loads both sides.
             reads = statistics.median(g / v for g, v in zip(gloo, values, strict=True))
             whole = statistics.median(g / (v + publish) for g, v in zip(gloo, values, strict=True))
+            parts = bench.cpu[key], bench.cpu.get((method.split()[0], 0), [0.0])
+            cpu = sum(statistics.median(part) for part in parts)
             rate = count * bench.nbytes / median[key] / 1e9
-            print(f"{method:10} {count:9} {median[key] * 1e3:8.0f} {spread:>11} {rate:8.2f} {reads:7.2f} {whole:12.2f}")
-    for name in ("shm", "zmq"):
+            row = f"{method:11} {count:9} {median[key] * 1e3:8.0f} {spread:>11} {rate:8.2f}"
+            print(f"{row} {reads:7.2f} {whole:12.2f} {cpu * 1e3:7.0f}")
+    for name in ("shm", "shm new", "zmq"):
         print(f"publish {name}: {median[name, 0] * 1e3:.0f} ms, {bench.nbytes / median[name, 0] / 1e9:.2f} GB/s")
     ratio = bench.nbytes / statistics.median(bench.delta_bytes)
     print(f"delta at {100 * bench.changed:g} % changed: {ratio:.0f}x smaller (wanted 40 at 1 %)")
+    pairs = zip(bench.seconds["shm new", 0], bench.seconds["shm", 0], strict=True)
+    print(f"publishing over old memory: {statistics.median(new / old for new, old in pairs):.2f}x faster than into new")
     most = max(RECEIVERS)
-    times = statistics.median(
-        g / v for g, v in zip(bench.seconds["gloo", most], bench.seconds["shm", most], strict=True)
-    )
-    print(f"shm against a gloo broadcast at {most} receivers: {times:.1f}x (wanted 2)")
+    for ours, theirs in (("shm", "gloo"), ("shm + copy", "gloo + copy"), ("shm + copy", "gloo")):
+        rounds = zip(bench.seconds[theirs, most], bench.seconds[ours, most], bench.seconds["shm", 0], strict=True)
+        times = statistics.median(gloo / (read + publish) for gloo, read, publish in rounds)
+        rounds = zip(bench.cpu[theirs, most], bench.cpu[ours, most], bench.cpu["shm", 0], strict=True)
+        cpu = statistics.median(gloo / (read + publish) for gloo, read, publish in rounds)
+        print(f"{ours} against {theirs}, {most} receivers, publish included: {times:.2f}x, in CPU time {cpu:.2f}x")
 
 
 def main() -> None:
@@ -179,6 +213,7 @@ def main() -> None:
                 bench.round(number)
                 if number == 0:
                     bench.seconds.clear()
+                    bench.cpu.clear()
         finally:
             bench.close()
         print(f"{args.megabytes} MB of bf16, {args.rounds} rounds, {os.cpu_count()} cores")
