@@ -104,7 +104,9 @@ def learn(arguments: Arguments) -> None:
     ensure_environment(config.learner.threads)
     if "RANK" not in os.environ:
         # Alone, it is its own torchrun with learner.ranks ranks.
-        ranks = ["--standalone", "--nproc-per-node", str(config.learner.ranks)]
+        from asyncrl.launcher import STANDALONE
+
+        ranks = [*STANDALONE, "--nproc-per-node", str(config.learner.ranks)]
         command = [sys.executable, "-m", "asyncrl.launcher", *ranks, "-m", "asyncrl", "learn", *arguments]
         os.execv(sys.executable, command)
     _role(f"learner-{os.environ['RANK']}")

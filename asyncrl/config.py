@@ -6,9 +6,10 @@ result. Loops take their section, leaves take plain values.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError, model_validator
 
@@ -59,6 +60,37 @@ class Config(Section):
         """True when the generator must send routes and not only counts."""
         return self.algorithm.routes == "r3"
 
+    @property
+    def weights_security(self) -> Literal["loopback", "curve", "none"]:
+        """Who may fetch weights: as replay's, unless set."""
+        return self.weights.security or self.replay.security
+
+    @property
+    def weights_keys(self) -> str | None:
+        """Key folder for the weights: replay's, unless set."""
+        return self.weights.keys or self.replay.keys
+
+    def shared_settings(self) -> dict[str, str]:
+        """Values by key, as JSON, that all roles of a run must agree on: another value would corrupt the data.
+
+        Prompts, rewards and responses are made by one role from them and read by another.
+        """
+        a, s = self.algorithm, self.sampling
+        values: dict[str, Any] = {f"task.{k}": v for k, v in self.task.model_dump(mode="json").items()}
+        values |= {
+            "run.seed": self.run.seed,
+            "sampling.temperature": s.temperature,
+            "sampling.max_new_tokens": s.max_new_tokens,
+            "algorithm.group_size": a.group_size,
+            "algorithm.groups_per_update": a.groups_per_update,
+            "algorithm.routes": a.routes,
+            "staleness.sync_every": self.staleness.sync_every,
+            "staleness.max_lag": self.staleness.max_lag,
+            "staleness.updates_per_take": self.staleness.updates_per_take,
+            "learner.updates": self.learner.updates,
+        }
+        return {key: json.dumps(value) for key, value in values.items()}
+
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Config:
         for problem in problems(self):
@@ -79,23 +111,42 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
     if not files:
         raise ConfigError("no config file given; pass one, for example configs/quickstart.yaml")
     try:
-        layers = []
-        for file in files:
-            if not Path(file).is_file():
-                raise ConfigError(f"config file {str(file)!r} does not exist")
-            layers.append(OmegaConf.load(file))
-            if not isinstance(layers[-1], DictConfig):
-                raise ConfigError(f"config file {str(file)!r} must be a mapping of sections")
-        for item in overrides:
-            if not item.partition("=")[1] or not item.partition("=")[0].strip():
-                raise ConfigError(f"override {item!r} is not key=value")
-        layers.append(OmegaConf.from_dotlist(list(overrides)))
-        tree = OmegaConf.to_container(OmegaConf.merge(*layers), resolve=True)
+        merged = DictConfig({})
+        for name, layer in [*((f"config file {str(f)!r}", _layer(f)) for f in files), *map(_override, overrides)]:
+            try:
+                merged.merge_with(layer)
+            except TypeError as exc:
+                # OmegaConf's own for a section that meets a list.
+                raise ConfigError(f"{name} puts a list where a section stands, or a section into a list") from exc
+        tree = OmegaConf.to_container(merged, resolve=True)
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as exc:
         raise ConfigError(f"cannot read the config: {exc}") from exc
     if not isinstance(tree, dict):
         raise ConfigError(f"the config must be a mapping of sections, got {type(tree).__name__}")
     return validate({str(k): v for k, v in tree.items()})
+
+
+def _layer(file: str | Path) -> Any:
+    """One file as OmegaConf reads it."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if not Path(file).is_file():
+        hint = "; a setting is one word, key=value without blanks" if str(file) in known_keys() else ""
+        raise ConfigError(f"config file {str(file)!r} does not exist{hint}")
+    layer = OmegaConf.load(file)
+    if not isinstance(layer, DictConfig):
+        raise ConfigError(f"config file {str(file)!r} must be a mapping of sections")
+    return layer
+
+
+def _override(item: str) -> tuple[str, Any]:
+    """One key=value, with its name for messages."""
+    from omegaconf import OmegaConf
+
+    key, sign, _ = item.partition("=")
+    if not sign or not key.strip():
+        raise ConfigError(f"override {item!r} is not key=value")
+    return f"override {item!r}", OmegaConf.from_dotlist([item])
 
 
 def validate(tree: dict[str, Any]) -> Config:

@@ -8,6 +8,7 @@ AsyncRLError
   + TrajectoryError   a response that cannot be used: misaligned or impossible log-probs (also ValueError)
   + RouteError        routes have the wrong shape, range or row count (also ValueError)
   + WeightSyncError   a version could not be published, verified or loaded
+  | + VersionGone     nobody offers that version now
   + TaskError         a data set or verifier is unusable (also ValueError)
   + TrainingError     the learner cannot go on (non-finite numbers, nothing to train on)
   + RunError          a child process of a run failed
@@ -46,6 +47,10 @@ class RouteError(AsyncRLError, ValueError):
 
 class WeightSyncError(AsyncRLError, RuntimeError):
     """A weight version could not be published, verified or loaded."""
+
+
+class VersionGone(WeightSyncError):
+    """Nobody offers this version now: its publisher ended, or dropped it for a newer one."""
 
 
 class TaskError(AsyncRLError, ValueError):

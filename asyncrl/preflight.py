@@ -23,17 +23,47 @@ log = logging.getLogger(__name__)
 
 
 def preflight(config: Config) -> ModelInfo:
-    """The learner's model. Raises ConfigError naming key, value and remedy."""
+    """The learner's model. Raises ConfigError with a line per problem: key, value and remedy."""
     info = _check_models(config)
-    _check_length(config)
+    problems = []
+    for check in (_check_length, _check_task, lambda c: _check_memory(c, info), _check_network, _check_run_dir):
+        try:
+            check(config)
+        except ConfigError as exc:
+            problems.append(str(exc))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return info
+
+
+def _check_task(config: Config) -> None:
     try:
         check_sizes(config.task)
     except TaskError as exc:
         raise ConfigError(str(exc)) from exc
+
+
+def _check_memory(config: Config, info: ModelInfo) -> None:
     check_capacity(config, largest_group_bytes(config, info, longest_prompt(config.task)))
-    _check_bind(config.replay)
-    _check_run_dir(config)
-    return info
+
+
+def _check_network(config: Config) -> None:
+    r, w = config.replay, config.weights
+    _check_bind("replay", r.bind, r.security, "read prompts and feed the training")
+    if r.security == "curve":
+        keys.check(r.keys, r.client)
+    if w.carrier == "zmq":
+        _check_bind("weights", w.bind, config.weights_security, "copy the weights")
+        if config.weights_security == "curve":
+            keys.check(config.weights_keys, r.client, "replay.keys" if w.keys is None else "weights.keys")
+        _check_reach(r, w.bind)
+    elif not _is_local(r.bind):
+        log.warning(
+            "replay.bind=%s serves other hosts, but with weights.carrier=shm only generators on the learner's host can "
+            "load weights; set weights.carrier=zmq and weights.bind for the others (docs/operations.md)",
+            r.bind,
+        )
+    _check_connect(config.replay)
 
 
 def _check_models(config: Config) -> ModelInfo:
@@ -87,22 +117,65 @@ def _check_length(config: Config) -> None:
         )
 
 
-def _check_bind(replay: ReplaySection) -> None:
+def _check_bind(section: str, bind: str, security: str, may: str) -> None:
+    """may: what whoever gets in can do."""
     try:
-        local = is_loopback(parse(replay.bind).host)
-        refuse_open(replay.bind, replay.security, "replay.bind")
+        local = _is_local(bind)
+        refuse_open(bind, security, f"{section}.bind")
     except TransportError as exc:
-        raise ConfigError(f"replay.bind={replay.bind!r}: {exc}; set replay.bind=tcp://127.0.0.1:*") from exc
-    if replay.security == "curve":
-        keys.check(replay.keys, replay.client)
-    if replay.security == "none":
+        raise ConfigError(f"{section}.bind={bind!r}: {exc}; set {section}.bind=tcp://127.0.0.1:*") from exc
+    if security == "none":
         who = "every user of this machine" if local else "anyone on the network"
         log.warning(
-            "replay.security=none: %s who reaches replay.bind=%s can read prompts and feed the training; "
-            "replay.security=curve lets only your own keys in (docs/security.md)",
+            "%s.security=none: %s who reaches %s.bind=%s can %s; "
+            "%s.security=curve lets only your own keys in (docs/security.md)",
+            section,
             who,
-            replay.bind,
+            section,
+            bind,
+            may,
+            section,
         )
+
+
+def _check_reach(replay: ReplaySection, bind: str) -> None:
+    """Generators that reach replay from other hosts need the weights as well."""
+    if _is_local(bind) and not _is_local(replay.bind):
+        log.warning(
+            "replay.bind=%s serves other hosts, but weights.bind=%s does not: generators there cannot load weights; "
+            "set weights.bind=tcp://*:* or an address of the learner's host",
+            replay.bind,
+            bind,
+        )
+
+
+def _is_local(bind: str) -> bool:
+    return is_loopback(parse(bind).host)
+
+
+def _check_connect(replay: ReplaySection) -> None:
+    """A fixed address names a host and a port, and with security loopback this machine."""
+    if replay.connect is None:
+        return
+    setting = f"replay.connect={replay.connect!r}"
+    try:
+        host, port = parse(replay.connect)
+        local = replay.security != "loopback" or is_loopback(host)
+    except TransportError as exc:
+        raise ConfigError(f"{setting}: {exc}; set replay.connect=tcp://HOST:PORT") from exc
+    if host == "*" or port is None:
+        raise ConfigError(
+            f"{setting} names no host and port to connect to; set replay.connect=tcp://HOST:PORT with the port of "
+            "replay.bind"
+        )
+    if not local:
+        raise ConfigError(
+            f"{setting} is another machine, and a replay with replay.security=loopback serves its own only; set "
+            "replay.security=curve and replay.keys=DIR, or, on a network you trust, replay.security=none"
+        )
+    fixed = parse(replay.bind).port
+    if fixed is not None and fixed != port:
+        log.warning("%s: replay.bind=%s has another port; right only behind a forwarder", setting, replay.bind)
 
 
 def _check_run_dir(config: Config) -> None:

@@ -9,12 +9,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 PR_SET_PDEATHSIG = 1
+
+OWN_ERROR = " ERROR asyncrl: "
+"""In a log line of a role: the error of asyncrl that ended it (cli.main writes it)."""
+STEADY_S = 30.0
+"""A role that lived this long is started again at once; one that did not after 0, 1, 2, 4, ... seconds."""
+MAX_DELAY_S = 30.0
 
 BASE_ENV = {
     # Without these two, OpenMP threads of busy processes spin each other to a standstill.
@@ -51,23 +57,61 @@ def die_with_parent() -> None:
 
 @dataclass(slots=True)
 class Child:
-    """A started role and its log file."""
+    """A started role and its log file, in which its own lines begin at log_start (an earlier attempt wrote before)."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    log_start: int = 0
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def returncode(self) -> int | None:
         """Exit status, negative for a signal, None while it runs."""
         return self.process.poll()
 
+    @property
+    def erred(self) -> bool:
+        """True when it ended with an error that it raised on purpose: started again, it would do so again."""
+        return self.returncode == 1 and any(OWN_ERROR in line for line in self._text().splitlines())
+
     def cause(self) -> str:
-        """Why it ended, from its log."""
+        """Why it ended, from its own part of the log."""
         try:
-            return cause_in(self.log.read_text(errors="replace"))
+            return cause_in(self._text())
         except OSError as exc:
             return f"(no log: {exc})"
+
+    def _text(self) -> str:
+        with open(self.log, "rb") as file:
+            file.seek(self.log_start)
+            return file.read().decode(errors="replace")
+
+
+class Restarts:
+    """How often, and how soon, roles are started again. What dies soon after its start waits longer each time.
+
+    limit: over the whole run. Times in seconds of a monotonic clock.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self._delay_s: dict[str, float] = {}
+
+    def plan(self, child: Child, now: float) -> float | None:
+        """When to start this role again; None when the restarts are used up."""
+        if self.used >= self.limit:
+            return None
+        self.used += 1
+        known = self._delay_s.get(child.name) if now - child.started < STEADY_S else None
+        delay = 0.0 if known is None else min(max(1.0, 2 * known), MAX_DELAY_S)
+        self._delay_s[child.name] = delay
+        return now + delay
+
+
+def was_killed(status: int) -> bool:
+    """True for an end by a signal: negative, or 128 + n of a process that reports its child's."""
+    return status < 0 or status > 128
 
 
 def cause_in(text: str, lines: int = 12) -> str:
@@ -75,7 +119,7 @@ def cause_in(text: str, lines: int = 12) -> str:
 
     torchrun ends its log with a banner that says that a child failed and not why.
     """
-    own = [line for line in text.splitlines() if " ERROR asyncrl: " in line]
+    own = [line for line in text.splitlines() if OWN_ERROR in line]
     if own:
         return own[0]
     blocks = ["Traceback" + part for part in text.split("Traceback")[1:] if "ChildFailedError" not in part]
@@ -88,11 +132,12 @@ def start(name: str, arguments: Sequence[str], env: Mapping[str, str], log: Path
     """Start a role in its own session, so that a Ctrl-C reaches it only through the supervisor."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
+        log_start = out.tell()
         process = subprocess.Popen(
             list(arguments), env={**env, "ASYNCRL_SUPERVISED": "1"}, stdin=subprocess.DEVNULL, stdout=out,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    return Child(name, process, log)
+    return Child(name, process, log, log_start)
 
 
 def stop_all(children: Iterable[Child], timeout_s: float) -> list[str]:

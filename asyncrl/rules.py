@@ -73,9 +73,37 @@ def problems(c: Config) -> Iterator[str]:
             f"replay.keys={c.replay.keys!r} would not be used with replay.security={c.replay.security}; "
             "set replay.security=curve or replay.keys=null"
         )
+    if c.weights_security == "curve" and c.weights.carrier == "zmq" and c.weights_keys is None:
+        yield (
+            "weights.security=curve needs weights.keys; make a folder with `asyncrl keys new DIR` and set "
+            "weights.keys=DIR"
+        )
+    if c.weights.keys is not None and (c.weights.carrier != "zmq" or c.weights_security != "curve"):
+        yield (
+            f"weights.keys={c.weights.keys!r} would not be used with weights.carrier={c.weights.carrier} and "
+            f"weights.security={c.weights_security}; set weights.carrier=zmq and weights.security=curve, "
+            "or weights.keys=null"
+        )
+    yield from _waits(c)
+
+
+def _waits(c: Config) -> Iterator[str]:
+    """Rules between the times that roles wait for each other."""
+    if c.staleness.stale == "wait" and c.learner.take_timeout_s <= c.replay.lease_timeout_s:
+        yield (
+            f"learner.take_timeout_s={c.learner.take_timeout_s:g} is not longer than replay.lease_timeout_s="
+            f"{c.replay.lease_timeout_s:g}, for which staleness.stale=wait may wait; set learner.take_timeout_s > "
+            f"{c.replay.lease_timeout_s:g}"
+        )
     if c.learner.take_timeout_s <= c.replay.heartbeat_timeout_s:
         yield (
             f"learner.take_timeout_s={c.learner.take_timeout_s:g} is not longer than replay.heartbeat_timeout_s="
             f"{c.replay.heartbeat_timeout_s:g}: the learner would give up before the work of a dead generator is given "
             f"out again; set learner.take_timeout_s > {c.replay.heartbeat_timeout_s:g}"
+        )
+    if c.run.watchdog_s <= c.replay.heartbeat_timeout_s:
+        yield (
+            f"run.watchdog_s={c.run.watchdog_s:g} is not longer than replay.heartbeat_timeout_s="
+            f"{c.replay.heartbeat_timeout_s:g}: a run would end before a generator counts as dead; set "
+            f"run.watchdog_s > {c.replay.heartbeat_timeout_s:g}"
         )

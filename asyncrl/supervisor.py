@@ -1,7 +1,7 @@
 """`asyncrl run`: start replay, generators and the learner on one machine, watch them, stop them.
 
-A generator or a replay that dies is started again, a limited number of times; the learner dying ends the run with
-its cause.
+What dies is started again, a limited number of times and later each time that it dies soon: generators, replay, and
+a learner that was killed. The first error that a role raises on purpose ends the run, as its cause.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -17,8 +19,9 @@ from rich.console import Console
 
 from asyncrl.config import Config, save_config
 from asyncrl.errors import ConfigError, RunError
+from asyncrl.launcher import STANDALONE
 from asyncrl.preflight import preflight
-from asyncrl.process import Child, role_environment, start, stop_all
+from asyncrl.process import Child, Restarts, role_environment, start, stop_all, was_killed
 from asyncrl.progress import Tail, View, print_summary, progress_bar
 
 POLL_S = 0.1
@@ -35,7 +38,11 @@ class Supervisor:
         self.replay: Child | None = None
         self.learner: Child | None = None
         self.generators: dict[str, Child] = {}
-        self.restarts, self.replay_restarts = 0, 0
+        r = config.run
+        self.fleet_restarts = Restarts(r.max_generator_restarts)
+        self.replay_restarts, self.learner_restarts = Restarts(r.max_replay_restarts), Restarts(r.max_learner_restarts)
+        self.due: dict[str, tuple[float, Callable[[], None]]] = {}
+        self.set_aside: list[Child] = []
         self.signal = 0
         self.gone_since: dict[str, float] = {}
 
@@ -49,10 +56,13 @@ class Supervisor:
         c = self.config
         self._start_replay()
         # The learner and the generators wait for the address themselves; importing torch overlaps with that.
-        env = role_environment(c.learner.threads)
-        self.learner = start("learner", learner_command(c, self.file), env, self._log("learner"))
+        self._start_learner()
         for i in range(c.generator.count):
             self._start_generator(f"g{i}")
+
+    def _start_learner(self) -> None:
+        env = role_environment(self.config.learner.threads)
+        self.learner = start("learner", learner_command(self.config, self.file), env, self._log("learner"))
 
     def _start_replay(self) -> None:
         self.replay = self._role("replay", ["replay", str(self.file)], 1)
@@ -71,43 +81,69 @@ class Supervisor:
     def check(self) -> bool:
         """True when the learner finished. Raises RunError with the cause when the run cannot go on."""
         assert self.replay is not None and self.learner is not None
-        status = self.learner.returncode
-        if status is not None:
-            if status == 0:
-                return True
-            raise RunError(f"the learner ended with status {status}:\n{self.learner.cause()}")
-        self._check_replay(self.replay)
+        now = time.monotonic()
+        for name in [n for n, (at, _) in self.due.items() if at <= now]:
+            self.due.pop(name)[1]()
+        if "learner" not in self.due and self._learner_finished(self.learner):
+            return True
+        if "replay" not in self.due:
+            self._check_replay(self.replay)
         self._check_generators()
         return False
+
+    def _learner_finished(self, learner: Child) -> bool:
+        """A learner that was killed goes on from its last checkpoint; its own error would come again."""
+        status = learner.returncode
+        if status is None or status == 0:
+            return status == 0
+        # A rank that hangs when another one failed is killed as well.
+        again = was_killed(status) and not learner.erred
+        if again and self._again(learner, self.learner_restarts, self._start_learner):
+            return False
+        raise RunError(f"the learner ended with status {status}:\n{learner.cause()}")
+
+    def _again(self, child: Child, restarts: Restarts, begin: Callable[[], None]) -> bool:
+        """Plan to start a role again. False when its restarts are used up."""
+        now = time.monotonic()
+        at = restarts.plan(child, now)
+        if at is None:
+            return False
+        self.due[child.name] = (at, begin)
+        who = f"generator {child.name}" if child.name in self.generators else child.name
+        wait = f" in {at - now:.0f} s" if at > now else ""
+        print(f"{who} ended with status {child.returncode}; started again{wait}", file=sys.stderr)
+        return True
 
     def _check_replay(self, replay: Child) -> None:
         """Replay leaves with status 0 once the run is over; torchrun may take a little longer.
 
-        Its snapshot lets it go on after a crash. A config that it refuses (2) would be refused again.
+        Its snapshot lets it go on after a crash. A config that it refuses (2), or its own error (the watchdog's
+        among them), would come again.
         """
         status = replay.returncode
         if status is None or (status == 0 and not self._for_long("replay")):
             return
-        if status in (0, 2) or self.replay_restarts >= self.config.run.max_replay_restarts:
+        again = status not in (0, 2) and not replay.erred
+        if not (again and self._again(replay, self.replay_restarts, self._start_replay)):
             raise RunError(f"replay ended with status {status}:\n{replay.cause()}")
-        self.replay_restarts += 1
-        print(f"replay ended with status {status}; started again", file=sys.stderr)
-        self._start_replay()
 
     def _check_generators(self) -> None:
-        """Start again what crashed. One that left with status 0 was told to, and is not replaced."""
-        ended = {n: c for n, c in self.generators.items() if c.returncode is not None}
-        for name, child in ended.items():
-            if child.returncode != 0 and self.restarts < self.config.run.max_generator_restarts:
-                self.restarts += 1
-                print(f"generator {name} ended with status {child.returncode}; started again", file=sys.stderr)
-                self._start_generator(name)
-                return
-        if not ended or len(ended) < len(self.generators):
+        """Start again what crashed. One that left with status 0 was told to, and is not replaced.
+
+        One whose restarts are used up, or whose config is refused (2), is set aside; the run goes on without it.
+        """
+        ended = [c for c in self.generators.values() if c.returncode is not None and c.name not in self.due]
+        for child in ended:
+            if child.returncode != 0 and child not in self.set_aside:
+                begin = partial(self._start_generator, child.name)
+                if child.returncode == 2 or not self._again(child, self.fleet_restarts, begin):
+                    print(f"generator {child.name} ended with status {child.returncode}; set aside", file=sys.stderr)
+                    self.set_aside.append(child)
+        if not ended or len(ended) < len(self.generators) or any(c.name in self.due for c in ended):
             return
-        last = max(ended.values(), key=lambda c: abs(c.returncode or 0))
-        if last.returncode != 0 or self._for_long("generators"):
-            raise RunError(f"every generator ended; {last.name} with status {last.returncode}:\n{last.cause()}")
+        first = (self.set_aside or ended)[0]
+        if self.set_aside or self._for_long("generators"):
+            raise RunError(f"every generator ended; {first.name} with status {first.returncode}:\n{first.cause()}")
 
     def _for_long(self, what: str) -> bool:
         """True when this is asked again GRACE_S after the first time."""
@@ -125,7 +161,7 @@ class Supervisor:
 def learner_command(config: Config, file: Path) -> list[str]:
     """torchrun over the learner's ranks on this machine."""
     ranks = str(config.learner.ranks)
-    launch = [sys.executable, "-m", "asyncrl.launcher", "--standalone", "--nproc-per-node", ranks, "-m", "asyncrl"]
+    launch = [sys.executable, "-m", "asyncrl.launcher", *STANDALONE, "--nproc-per-node", ranks, "-m", "asyncrl"]
     return [*launch, "learn", str(file)]
 
 
@@ -172,14 +208,14 @@ def run(config: Config) -> int:
         supervisor.signal = number
 
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
-    started = time.monotonic()
+    started, failure = time.monotonic(), ""
     view, tail = View(config.learner.updates), Tail(run_dir / "metrics.jsonl")
     status = 1
     try:
         supervisor.start()
         status = _watch(supervisor, view, tail, console)
     except RunError as exc:
-        console.print(f"run failed: {exc}", style="red", highlight=False, markup=False, soft_wrap=True)
+        failure = str(exc)
     finally:
         supervisor.stop()
         for number, handler in previous.items():
@@ -188,6 +224,8 @@ def run(config: Config) -> int:
         view.add(record)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print_summary(view, console, run_dir, time.monotonic() - started, used.ru_utime + used.ru_stime)
+    if failure:
+        console.print(f"run failed: {failure}", style="red", highlight=False, markup=False, soft_wrap=True)
     return status
 
 

@@ -37,8 +37,7 @@ class Prompt:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Response tokens [start, end) that were sampled under one version."""
 
     version: Version

@@ -10,10 +10,11 @@ usage: launch/local.sh CONFIG... [key=value...]
 Starts replay, the generators and the learner of one run on this machine, for example
     launch/local.sh configs/quickstart.yaml configs/methods/tis.yaml run.name=tis
 Files merge from left to right: the run config first, a method or regime after it.
+What is killed is started again, as often as run.max_*_restarts say.
 
 PYTHON=COMMAND chooses the Python; default: .venv/bin/python if there is one, else python3.
-The exit status is the learner's, or 1 when replay or the last generator ends before it, 2 when the config is
-refused, 128 + n after signal n.
+The exit status is the learner's, or 1 when replay or the last generator ends for good before it, 2 when the config
+is refused, 128 + n after signal n.
 TEXT
 }
 
@@ -42,10 +43,16 @@ from asyncrl.config import load_config
 
 words = sys.argv[1:]
 c = load_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
-print(c.run_dir, c.generator.count, int(c.run.start_timeout_s), int(c.run.shutdown_s), sep="\n")
+r = c.run
+print(c.run_dir, c.generator.count, int(r.start_timeout_s), int(r.shutdown_s), sep="\n")
+print(r.max_replay_restarts, r.max_generator_restarts, r.max_learner_restarts, sep="\n")
 PY
 ) || exit 2
-{ read -r run_dir; read -r generators; read -r start_s; read -r shutdown_s; } <<< "$settings"
+declare -A left # how often each role may still be started again
+{
+    read -r run_dir; read -r generators; read -r start_s; read -r shutdown_s
+    read -r left[replay]; read -r left[generator]; read -r left[learner]
+} <<< "$settings"
 
 if [ -e "$run_dir/metrics.jsonl" ]; then
     echo "$run_dir holds a run already; choose another name with run.name=NAME" >&2
@@ -54,29 +61,48 @@ fi
 mkdir -p "$run_dir/logs"
 rm -f "$run_dir/replay.address" # an old one would lead to a replay that is gone
 
-pids=()
-started=
-start() { # start NAME COMMAND...: runs it in the background with its own log, leaves its pid in $started
+words=("$@")
+declare -A pid status # by name: its process, and its exit status once it has ended for good
+start() { # start NAME: that role in the background, with its own log
+    case "$1" in
+        replay) set -- "$1" replay "${words[@]}" ;;
+        learner) set -- "$1" learn "${words[@]}" ;; # starts all its ranks
+        *) set -- "$1" generate "${words[@]}" --id "$1" ;;
+    esac
     local name=$1
-    shift
-    "$@" >> "$run_dir/logs/$name.log" 2>&1 &
-    started=$!
-    pids+=("$started")
-    echo "started $name (pid $started, log $run_dir/logs/$name.log)"
+    "$python" -m asyncrl "${@:2}" >> "$run_dir/logs/$name.log" 2>&1 &
+    pid[$name]=$!
+    echo "started $name (pid $!, log $run_dir/logs/$name.log)"
 }
 
-running() { # running PID: true while that child of ours has not ended
-    jobs -pr | grep -qx "$1"
+running() { # running NAME: true while its process has not ended
+    jobs -pr | grep -qx "${pid[$1]}"
 }
 
-stop_all() { # SIGTERM to what we started and still runs, SIGKILL to what is left after shutdown_s
-    local pid deadline=$((SECONDS + shutdown_s))
-    for pid in "${pids[@]}"; do
-        running "$pid" && kill -TERM "$pid" 2> /dev/null
+look() { # look NAME: starts it again when it was killed; else notes its status once it has ended
+    local role=generator ended
+    { [ -n "${status[$1]:-}" ] || running "$1"; } && return
+    wait "${pid[$1]}"
+    ended=$?
+    [ -n "${left[$1]:-}" ] && role=$1
+    if [ "$ended" -le 128 ] || [ "${left[$role]}" -eq 0 ] || [ "$signalled" -ne 0 ]; then
+        status[$1]=$ended
+        return
+    fi
+    left[$role]=$((left[$role] - 1))
+    echo "$1 ended with status $ended; started again" >&2
+    start "$1"
+    sleep 1 # what is killed again and again does not use up all its restarts at once
+}
+
+stop_all() { # SIGTERM to what still runs, SIGKILL to what is left after shutdown_s
+    local name deadline=$((SECONDS + shutdown_s))
+    for name in "${!pid[@]}"; do
+        running "$name" && kill -TERM "${pid[$name]}" 2> /dev/null
     done
-    for pid in "${pids[@]}"; do
-        while running "$pid" && [ $SECONDS -lt $deadline ]; do sleep 0.1; done
-        running "$pid" && kill -KILL "$pid" 2> /dev/null
+    for name in "${!pid[@]}"; do
+        while running "$name" && [ $SECONDS -lt $deadline ]; do sleep 0.1; done
+        running "$name" && kill -KILL "${pid[$name]}" 2> /dev/null
     done
     wait
 }
@@ -87,17 +113,18 @@ trap 'signalled=15' TERM
 trap 'signalled=1' HUP
 trap stop_all EXIT
 
-finish() { # finish STATUS [MESSAGE]
+finish() { # finish STATUS [MESSAGE [NAME]]: NAME is the role whose log has the cause
     [ $# -gt 1 ] && echo "$2" >&2
+    [ $# -gt 2 ] && grep -h ' ERROR asyncrl: ' "$run_dir/logs/$3.log" | tail -n 1 >&2
     exit "$1" # the EXIT trap ends the rest
 }
 
-start replay "$python" -m asyncrl replay "$@"
-replay=$started
+start replay
 deadline=$((SECONDS + start_s))
 until [ -s "$run_dir/replay.address" ]; do
     [ "$signalled" -ne 0 ] && finish $((128 + signalled))
-    running "$replay" || finish 1 "replay ended before it was ready; see $run_dir/logs/replay.log"
+    look replay
+    [ -n "${status[replay]:-}" ] && finish 1 "replay ended before it was ready; see $run_dir/logs/replay.log"
     [ $SECONDS -ge $deadline ] && finish 1 "replay was not ready within $start_s s; see $run_dir/logs/replay.log"
     sleep 0.1
 done
@@ -105,42 +132,40 @@ echo "replay listens at $(cat "$run_dir/replay.address")"
 
 fleet=()
 for ((i = 0; i < generators; i++)); do
-    start "g$i" "$python" -m asyncrl generate "$@" --id "g$i"
-    fleet+=("$started")
+    start "g$i"
+    fleet+=("g$i")
 done
-
-start learner "$python" -m asyncrl learn "$@" # starts all its ranks
-learner=$started
+start learner
 
 # Replay and the generators leave once the run is over; the learner may take a little longer to end.
 grace_s=20
 alone_since=
-while running "$learner"; do
+while [ -z "${status[learner]:-}" ]; do
     [ "$signalled" -ne 0 ] && finish $((128 + signalled)) "stopped by signal $signalled"
     alive=0
-    for pid in ${fleet[@]+"${fleet[@]}"}; do
-        running "$pid" && alive=$((alive + 1))
-    done
-    missing=
     crashed=0
-    for pid in "$replay" ${fleet[@]+"${fleet[@]}"}; do
-        running "$pid" || wait "$pid" || crashed=1
+    missing=
+    culprit=replay
+    for name in learner replay ${fleet[@]+"${fleet[@]}"}; do
+        look "$name"
+        [ "$name" = learner ] && continue
+        [ -z "${status[$name]:-}" ] && alive=$((alive + 1)) || [ "${status[$name]}" -eq 0 ] || { crashed=1; culprit=$name; }
     done
-    running "$replay" || missing="replay ended before the learner; see $run_dir/logs/replay.log"
-    [ "$generators" -gt 0 ] && [ "$alive" -eq 0 ] && missing=${missing:-"every generator ended; see $run_dir/logs/"}
+    [ -n "${status[replay]:-}" ] && missing="replay ended before the learner; see $run_dir/logs/replay.log"
+    [ -z "$missing" ] && [ "$generators" -gt 0 ] && [ "$alive" -eq 1 ] &&
+        missing="every generator ended; see $run_dir/logs/"
     if [ -z "$missing" ]; then
         alone_since=
     else
         alone_since=${alone_since:-$SECONDS}
         if [ "$crashed" -eq 1 ] || [ $((SECONDS - alone_since)) -ge "$grace_s" ]; then
-            finish 1 "$missing"
+            [ -z "${status[learner]:-}" ] && finish 1 "$missing" "$culprit"
         fi
     fi
     sleep 0.2
 done
 [ "$signalled" -ne 0 ] && finish $((128 + signalled)) "stopped by signal $signalled"
-wait "$learner"
-status=$?
-[ "$status" -ne 0 ] && finish "$status" "the learner ended with status $status; see $run_dir/logs/learner.log"
+code=${status[learner]}
+[ "$code" -ne 0 ] && finish "$code" "the learner ended with status $code; see $run_dir/logs/learner.log" learner
 echo "finished: $run_dir (config.yaml, metrics.jsonl, tb/, logs/)"
 finish 0

@@ -50,7 +50,7 @@ BELOW: dict[str, set[str]] = {
 # Single modules besides: what replay must know of the model is torch-free.
 ALSO: dict[str, set[str]] = {"replay": {"asyncrl.models.describe"}}
 # Commands and supervision sit on top: they may import everything, nothing below imports them.
-TOP = {"__init__", "__main__", "cli", "launcher", "preflight", "process", "progress", "supervisor"}
+TOP = {"__init__", "__main__", "cli", "launcher", "preflight", "process", "progress", "remote", "supervisor"}
 
 # Third-party packages that live behind one border.
 HOMES: dict[str, set[str]] = {
@@ -58,7 +58,7 @@ HOMES: dict[str, set[str]] = {
     "omegaconf": {"config"},
     "yaml": {"config"},
     "pydantic": {"config", "sections"},
-    "msgspec": {"arrays", "wire", "weights", "learner/table", "replay/peers", "replay/snapshot"},
+    "msgspec": {"arrays", "wire", "weights", "learner/checkpoint", "learner/table", "replay/peers", "replay/snapshot"},
     "tensorboard": {"metrics/events"},
     "typer": {"cli"},
     "transformers": {"models", "engines"},

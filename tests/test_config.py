@@ -197,7 +197,8 @@ def test_the_config_is_frozen():
         ("replay.bind=''", ["replay.bind=''", "at least 1"]),
         ("replay.heartbeat_timeout_s=2.9", ["replay.heartbeat_timeout_s=2.9", "greater than or equal to 3"]),
         ("replay.lease_timeout_s=1", ["replay.lease_timeout_s=1", "greater than or equal to 2"]),
-        ("replay.heartbeat_timeout_s=400", ["learner.take_timeout_s=300", "heartbeat_timeout_s=400", "> 400"]),
+        ("replay.heartbeat_timeout_s=900", ["learner.take_timeout_s=900", "heartbeat_timeout_s=900", "> 900"]),
+        ("replay.heartbeat_timeout_s=300", ["run.watchdog_s=300", "heartbeat_timeout_s=300", "watchdog_s > 300"]),
         ("learner.take_timeout_s=9", ["learner.take_timeout_s=9", "greater than or equal to 10"]),
         ("learner.collective_timeout_s=1", ["learner.collective_timeout_s=1", "greater than or equal to 10"]),
         ("eval.timeout_s=1", ["eval.timeout_s=1", "greater than or equal to 5"]),
@@ -352,3 +353,36 @@ def test_the_reference_page_names_every_key():
 def test_replay_turns_full_routes_on(routes, full):
     config = validate({"model": {"path": "x"}, "algorithm": {"routes": routes}})
     assert config.full_routes is full
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"weights": {"carrier": "zmq", "security": "curve"}}, "set weights.keys=DIR"),
+        ({"weights": {"keys": "K"}}, r"would not be used with weights.carrier=shm and weights.security=loopback"),
+        ({"weights": {"carrier": "zmq", "keys": "K"}}, r"would not be used with weights.carrier=zmq"),
+    ],
+)
+def test_keys_for_the_weights_come_with_curve(sections, says):
+    with pytest.raises(ConfigError, match=says):
+        validate({"model": {"path": "x"}, **sections})
+
+
+def test_who_may_have_the_weights_is_decided_with_replay_unless_set():
+    curve = {"security": "curve", "keys": "K"}
+    plain = validate({"model": {"path": "x"}, "replay": curve, "weights": {"carrier": "zmq"}})
+    assert (plain.weights_security, plain.weights_keys) == ("curve", "K")
+    own = validate({"model": {"path": "x"}, "replay": curve, "weights": {"carrier": "zmq", "keys": "L"}})
+    assert (own.weights_security, own.weights_keys) == ("curve", "L")
+    none = validate({"model": {"path": "x"}, "replay": curve, "weights": {"carrier": "zmq", "security": "none"}})
+    assert none.weights_security == "none"
+
+
+def test_a_setting_written_with_blanks_is_named_as_one():
+    with pytest.raises(ConfigError, match=r"'staleness.max_lag' does not exist; a setting is one word, key=value"):
+        load_config([QUICKSTART, "staleness.max_lag", "16"], ["="])
+
+
+def test_a_list_in_the_place_of_a_section_names_its_override():
+    with pytest.raises(ConfigError, match=r"override 'algorithm.rdc=\[1\]' puts a list where a section stands"):
+        load_config(QUICKSTART, ["algorithm.rdc=[1]"])

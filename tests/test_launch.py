@@ -12,10 +12,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# A python that starts stand-ins instead of roles. LEARNER_STATUS and so on say how each one ends; "stay" is for ever.
+# A python that starts stand-ins instead of roles. LEARNER_STATUS and so on say how each one ends; "stay" is for ever,
+# "die" is killed the first time and ends with 0 the second time.
 STAND_IN = """#!/bin/bash
 run_dir="{runs}/quickstart"
-end() {{ [ "$1" = stay ] && exec sleep 300; sleep 0.3; exit "$1"; }}
+end() {{
+    [ "$1" = stay ] && exec sleep 300
+    sleep 0.3
+    [ "$1" = die ] && {{ [ -e "$run_dir/died" ] && exit 0; touch "$run_dir/died"; kill -KILL $$; }}
+    exit "$1"
+}}
 case "$*" in
     "-m asyncrl config"*) exit 0 ;;
     "-m asyncrl replay"*)
@@ -89,6 +95,19 @@ def test_a_role_that_fails_ends_the_run_with_its_cause(launch, learner, replay, 
     status, _, err = end(launch(learner, replay, generator))
     assert status == expected
     assert words in err
+
+
+def test_a_killed_learner_is_started_again(launch):
+    status, out, err = end(launch(learner="die"))
+    assert status == 0, err
+    assert "learner ended with status 137; started again" in err
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("started ")][-2:] == ["learner", "learner"]
+
+
+def test_a_learner_is_not_started_again_more_often_than_the_config_says(launch):
+    status, _, err = end(launch("die", "stay", "stay", "run.max_learner_restarts=0"))
+    assert status == 137 and "started again" not in err
+    assert "the learner ended with status 137" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)

@@ -11,6 +11,7 @@ from asyncrl.engines.torch_engine import TorchEngine
 from asyncrl.errors import ConfigError, EngineError
 from asyncrl.models.describe import MAX_LENGTH, max_length
 from asyncrl.preflight import preflight
+from asyncrl.transport import keys
 from asyncrl.types import SamplingParams, Version
 from tests.helpers.tiny_models import qwen3_dense, qwen3_moe
 
@@ -146,6 +147,26 @@ def test_an_address_that_cannot_serve_is_refused(models, bind, word):
 
 
 @pytest.mark.parametrize(
+    ("connect", "word"),
+    [
+        ("tcp://127.0.0.1", "names no host and port"),
+        ("tcp://*:5555", "names no host and port"),
+        ("ipc://socket", "only tcp:// is supported"),
+        ("tcp://192.0.2.1:5555", "is another machine"),
+    ],
+)
+def test_an_address_that_nobody_can_connect_to_is_refused(models, connect, word):
+    with pytest.raises(ConfigError) as caught:
+        preflight(config(models / "moe", replay={"connect": connect}))
+    assert f"replay.connect={connect!r}" in str(caught.value) and word in str(caught.value)
+
+
+@pytest.mark.parametrize(("connect", "security"), [("localhost:5555", "loopback"), ("tcp://192.0.2.1:5555", "none")])
+def test_an_address_to_connect_to_passes(models, connect, security):
+    assert preflight(config(models / "moe", replay={"connect": connect, "security": security}))
+
+
+@pytest.mark.parametrize(
     ("bind", "security"), [("localhost:*", "loopback"), ("tcp://[::1]:5555", "loopback"), ("tcp://*:5555", "none")]
 )
 def test_an_address_that_can_serve_passes(models, bind, security):
@@ -168,3 +189,53 @@ def test_a_run_folder_that_is_there_passes_unless_a_file_has_its_name(models, tm
     assert preflight(config(models / "moe", run={"dir": str(tmp_path), "name": "r"}))
     with pytest.raises(ConfigError, match=r"run\.dir='.*/f' is not a folder"):
         preflight(config(models / "moe", run={"dir": str(tmp_path), "name": "f"}))
+
+
+@pytest.mark.parametrize(
+    ("bind", "word"),
+    [
+        ("udp://127.0.0.1:*", "only tcp://"),
+        ("tcp://no-such-host.invalid:5555", "cannot be resolved"),
+        ("tcp://*:5556", "weights.security=none"),
+    ],
+)
+def test_an_address_that_cannot_serve_weights_is_refused(models, bind, word):
+    weights = {"carrier": "zmq", "bind": bind}
+    with pytest.raises(ConfigError) as caught:
+        preflight(config(models / "moe", weights=weights))
+    assert f"weights.bind={bind!r}" in str(caught.value) and word in str(caught.value)
+    assert "set weights.bind=tcp://127.0.0.1:*" in str(caught.value)
+    assert preflight(config(models / "moe", weights=weights | {"carrier": "shm"}))  # binds nothing
+
+
+def test_weights_are_served_to_others_with_the_keys_of_replay_or_their_own(models, tmp_path):
+    keys.new(tmp_path / "keys")
+    replay = {"bind": "tcp://*:*", "security": "curve", "keys": str(tmp_path / "keys")}
+    weights = {"carrier": "zmq", "bind": "tcp://*:*"}
+    assert preflight(config(models / "moe", replay=replay, weights=weights))
+    with pytest.raises(ConfigError, match=r"weights\.keys='.*other' is no folder"):
+        preflight(config(models / "moe", replay=replay, weights=weights | {"keys": str(tmp_path / "other")}))
+    keys.new(tmp_path / "other", ["elsewhere"])
+    assert preflight(config(models / "moe", weights=weights | {"security": "none"}))
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ({}, r"only generators on the learner's host can load weights"),
+        ({"carrier": "zmq"}, r"generators there cannot load weights; set weights\.bind"),
+        (
+            {"carrier": "zmq", "bind": "tcp://*:*"},
+            r"anyone on the network who reaches weights\.bind=.* copy the weights",
+        ),
+    ],
+)
+def test_weights_that_other_hosts_cannot_or_can_have_are_said(models, caplog, weights, says):
+    assert preflight(config(models / "moe", replay={"bind": "tcp://*:*", "security": "none"}, weights=weights))
+    assert re.search(says, caplog.text)
+
+
+def test_all_problems_are_reported_at_once(models):
+    with pytest.raises(ConfigError) as refused:
+        preflight(config(models / "moe", sampling={"max_new_tokens": 10**6}, replay={"bind": "tcp://0.0.0.0:*"}))
+    assert "sampling.max_new_tokens=1000000" in str(refused.value) and "replay.bind" in str(refused.value)

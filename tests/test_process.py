@@ -7,8 +7,10 @@ import sys
 import time
 
 import psutil
+import pytest
 
-from asyncrl.process import cause_in, role_environment, start, stop_all
+from asyncrl.launcher import status_of
+from asyncrl.process import Child, Restarts, cause_in, role_environment, start, stop_all, was_killed
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -92,3 +94,53 @@ def test_without_either_the_last_lines_stand_for_the_cause(tmp_path):
     child = start("chatty", [sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
     child.process.wait(20)
     assert child.cause().splitlines()[-2:] == ["38", "39"]
+
+
+def test_the_cause_is_that_of_the_last_attempt_in_a_log_that_goes_on(tmp_path):
+    log = tmp_path / "log"
+    for word in ("first", "second"):
+        code = f"print('12:00 replay ERROR asyncrl: RunError: {word}'); raise SystemExit(1)"
+        child = start("replay", [sys.executable, "-c", code], dict(os.environ), log)
+        child.process.wait(20)
+    assert log.read_text().count("RunError") == 2
+    assert child.cause() == "12:00 replay ERROR asyncrl: RunError: second"
+    assert child.erred
+    # A crash after an attempt that ended with its own error is not one of its own.
+    child = start("replay", [sys.executable, "-c", "raise KeyError('x')"], dict(os.environ), log)
+    child.process.wait(20)
+    assert child.returncode == 1 and not child.erred
+    assert "KeyError" in child.cause() and "RunError" not in child.cause()
+
+
+def test_what_dies_soon_is_started_again_later_each_time_and_a_steady_one_at_once():
+    restarts = Restarts(7)
+
+    def plan(name, died_at, started):
+        at = restarts.plan(Child(name, None, None, 0, started), died_at)
+        return None if at is None else at - died_at
+
+    assert [plan("g0", 100.0 + i, 99.0 + i) for i in range(4)] == [0.0, 1.0, 2.0, 4.0]
+    # Another role has delays of its own, and the limit is one for all.
+    assert plan("g1", 105.0, 104.0) == 0.0
+    assert plan("g0", 200.0, 110.0) == 0.0
+    assert plan("g0", 201.0, 200.0) == 1.0
+    assert plan("g0", 300.0, 202.0) is None
+
+
+@pytest.mark.parametrize(
+    ("codes", "status"),
+    [
+        ([1], 1),
+        ([-9], 137),
+        ([1, -9], 137),
+        ([1, -15], 1),
+        ([-15, -15], 143),
+        ([143], 143),
+        ([-11, -15], 139),
+        ([2], 2),
+        ([2, 1], 2),
+    ],
+)
+def test_the_launchers_status_says_whether_a_rank_was_killed(codes, status):
+    assert status_of(codes) == status
+    assert was_killed(status) == (status > 2)

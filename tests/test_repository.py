@@ -132,7 +132,9 @@ def test_what_is_imported_is_declared():
     assert third - declared - {"sglang"} == set()
 
 
-@pytest.mark.parametrize("script", ["launch/local.sh", "tools/check", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["launch/local.sh", "launch/ssh.sh", "launch/slurm/job.sh", "tools/check", ".ci/run"]
+)
 def test_scripts_are_executable_and_parse(script):
     path = ROOT / script
     assert path.stat().st_mode & 0o111

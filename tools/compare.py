@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from asyncrl.metrics.sink import read_jsonl
+from asyncrl.metrics.sink import read_jsonl, timeline
 
 LAST = 10
 
@@ -63,7 +63,7 @@ def print_table(folders: Sequence[Path]) -> None:
 
 def row(folder: Path) -> list[str]:
     """The cells of one run."""
-    records = read_jsonl(folder / "metrics.jsonl")
+    records = timeline(read_jsonl(folder / "metrics.jsonl"))
     updates = [r for r in records if "policy/reward" in r]
     evals = sorted((r for r in records if "eval/sampled_accuracy" in r), key=lambda r: r["update"])
     tail = updates[-LAST:]

@@ -9,13 +9,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from asyncrl import wire
 from asyncrl.arrays import Buffer
 from asyncrl.errors import TransportError, WireError
 from asyncrl.transport.keys import ClientKeys
-from asyncrl.transport.rendezvous import wait_for_address
+from asyncrl.transport.rendezvous import Place, address_at, wait_for_address
 from asyncrl.transport.sockets import AsyncClient
 
 log = logging.getLogger(__name__)
@@ -28,21 +27,21 @@ SILENCE_S = 10.0
 
 
 class Link:
-    """Connects at once; waits for replay's address file at most limit_s.
+    """Connects at once; waits for replay's address file, when `place` is one, at most limit_s.
 
     limit_s also bounds how long replay may be silent: TransportError after.
     """
 
     def __init__(
         self,
-        file: Path,
+        place: Place,
         identity: bytes,
         hello: Callable[[], wire.Hello],
         limit_s: float,
         keys: ClientKeys | None = None,
     ) -> None:
-        self._file, self._identity, self._hello, self._limit_s, self._keys = file, identity, hello, limit_s, keys
-        self._address = wait_for_address(file, limit_s)
+        self._place, self._identity, self._hello, self._limit_s, self._keys = place, identity, hello, limit_s, keys
+        self._address = wait_for_address(place, limit_s)
         self._client = AsyncClient(self._address, identity, keys)
         self._heard_at, self._rejoined_at = time.monotonic(), 0.0
         self.welcomed = False
@@ -104,15 +103,19 @@ class Link:
 
     def _follow(self) -> bool:
         """A replay that was started again publishes another address. True when this one is new."""
-        address = self._file.read_text().strip() if self._file.is_file() else ""
+        address = address_at(self._place)
         if address and address != self._address:
             log.info("replay moved from %s to %s", self._address, address)
             old, self.welcomed = self._client, False
             self._address, self._client = address, AsyncClient(address, self._identity, self._keys)
-            old.close()
+            old.leave()  # at once: what was meant for the old replay is sent again to the new one
             return True
         return False
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        """Close without waiting for a replay that does not answer."""
+        self._client.leave()
+
+    async def close(self) -> None:
         """Close the socket; unsent frames get a bounded time to leave."""
-        self._client.close()
+        await self._client.close()

@@ -24,24 +24,36 @@ from asyncrl.config import Config
 from asyncrl.engines.base import Engine
 from asyncrl.engines.probe import probe
 from asyncrl.engines.torch_engine import TorchEngine
-from asyncrl.errors import RouteError, TaskError, TrajectoryError, TransportError, WeightSyncError, WireError
+from asyncrl.errors import (
+    RouteError,
+    TaskError,
+    TrajectoryError,
+    TransportError,
+    VersionGone,
+    WeightSyncError,
+    WireError,
+)
 from asyncrl.generator.busy import BusyLog
+from asyncrl.generator.leave import say, settle
 from asyncrl.generator.link import Link
 from asyncrl.generator.outbox import RESEND_S, Outbox
-from asyncrl.generator.sample import MixedVersions, Sampler, held_tuple
+from asyncrl.generator.sample import MixedVersions, OutOfTime, Sampler, held_tuple
 from asyncrl.models.describe import describe
 from asyncrl.tasks.base import read_stop_token_ids
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
 from asyncrl.transport.keys import client_keys
+from asyncrl.transport.rendezvous import Place
 from asyncrl.types import ModelInfo, Version
-from asyncrl.weights import shm
+from asyncrl.weights.reader import Reader
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
 HEARTBEAT_S = 1.0
 MAX_LOAD_FAILURES = 3
+LOAD_TIMEOUT_S = 180.0
+"""Longest load, reading and copying: then it counts as failed. Reading gives up earlier when nothing moves."""
 LOAD_RETRY_S = 1.0
 """Long enough for a newer announcement, or for the Stop of a run that is over, to arrive first."""
 
@@ -49,7 +61,7 @@ LOAD_RETRY_S = 1.0
 class Generator:
     """State of one generator process."""
 
-    def __init__(self, config: Config, address_file: Path, sampler: Sampler, generator_id: str) -> None:
+    def __init__(self, config: Config, place: Place, sampler: Sampler, generator_id: str) -> None:
         self.config, self.sampler, self.id = config, sampler, generator_id
         self.engine: Engine = sampler.engine
         self.boot = uuid.uuid4().hex
@@ -65,24 +77,33 @@ class Generator:
         self.pause_until = 0.0
         self.busy = BusyLog()
         self.load_failures, self.load_after = 0, 0.0
+        self.gone: Version | None = None
+        self.reader = _reader(config)
         r, limit_s = config.replay, config.run.start_timeout_s
         keys = client_keys(r.security, r.keys, r.client)
-        self.link = Link(address_file, generator_id.encode(), self._introduction, limit_s, keys)
-        self.counters = {"groups": 0.0, "failed": 0.0, "reward_errors": 0.0, "cancelled": 0.0, "load_failures": 0.0}
+        # A process of its own identity: two generators of one id do not take each other's messages.
+        identity = f"{generator_id[:200]}|{self.boot}".encode()
+        self.link = Link(place, identity, self._introduction, limit_s, keys)
+        self.over = False
+        names = ("groups", "failed", "reward_errors", "cancelled", "load_failures", "timeouts")
+        self.counters = dict.fromkeys(names, 0.0)
 
     # --- the loop -------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Until replay says stop or a signal comes. Raises the first fatal error."""
         await self.link.hello()
-        jobs = [self._spawn(job()) for job in (self._receive, self._lease, self._load, self._heartbeat, self._resend)]
+        receiving = self._spawn(self._receive())
+        jobs = [self._spawn(job()) for job in (self._lease, self._load, self._heartbeat, self._resend)]
         try:
             await self.stopped.wait()
         finally:
-            tasks = [*jobs, *[t for _, t in self.running.values()]]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel([*jobs, *[t for _, t in self.running.values()]])
+            if self.cause is not None and not isinstance(self.cause, TransportError):
+                await say(self.link, self.cause)
+            if not self.over:
+                await settle(self.link, self.outbox, receiving)
+            await _cancel([receiving])
         if self.cause is not None:
             raise self.cause
 
@@ -106,7 +127,7 @@ class Generator:
         leases = [lease.lease_id for lease, _ in self.running.values() if not lease.eval_id]
         return wire.Hello(
             wire.SCHEMA, "generator", self.id, self.boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
-            i.fingerprint, held, leases, self.outbox.lease_ids,
+            i.fingerprint, held, leases, self.outbox.lease_ids, self.config.shared_settings(),
         )  # fmt: skip
 
     async def _receive(self) -> None:
@@ -139,6 +160,11 @@ class Generator:
             case wire.Ack(admitted=admitted, resolved=resolved):
                 self.outbox.admitted(admitted)
                 self.outbox.resolved(resolved)
+            case wire.Hold(group_ids=group_ids):
+                self.outbox.hold(group_ids, time.monotonic())
+            case wire.Send(group_ids=group_ids):
+                self.outbox.wanted(group_ids)
+                self.resend.set()
             case wire.Cancel(lease_ids=lease_ids):
                 for lease_id in lease_ids:
                     if lease_id in self.running:
@@ -146,6 +172,7 @@ class Generator:
                         self.running[lease_id][1].cancel()
             case wire.Stop(reason=reason):
                 log.info("stopping: %s", reason)
+                self.over = True
                 self.stopped.set()
             case _:
                 log.warning("unexpected %s", type(message).__name__)
@@ -192,17 +219,25 @@ class Generator:
                 await self._push(lease)
         except (RouteError, TrajectoryError, TaskError, WireError, MixedVersions) as exc:
             # A group that cannot be scored or aligned goes back with its reason; nothing is cut to fit.
-            log.warning("lease %s failed: %s", lease.lease_id, exc)
             self.counters["reward_errors" if isinstance(exc, TaskError) else "failed"] += 1
-            await self.link.send(
-                wire.encode(wire.Failed(lease.lease_id, lease.group_id, f"{type(exc).__name__}: {exc}"))
-            )
+            await self._give_back(lease, f"{type(exc).__name__}: {exc}")
+        except OutOfTime as exc:
+            await self._give_back(lease, f"timeout: {exc}")
         finally:
             self.running.pop(lease.lease_id, None)
             self.wake.set()
 
+    async def _give_back(self, lease: wire.LeaseMsg, reason: str) -> None:
+        log.warning("lease %s failed: %s", lease.lease_id, reason)
+        await self.link.send(wire.encode(wire.Failed(lease.lease_id, lease.group_id, reason)))
+
     async def _push(self, lease: wire.LeaseMsg) -> None:
-        group = await self.sampler.group(lease)
+        try:
+            group = await self.sampler.group(lease)
+        except OutOfTime:
+            self.counters["timeouts"] += 1
+            raise
+        self.counters["timeouts"] += len(group.trajectories) < self.config.algorithm.group_size
         frames = wire.encode_group(group)
         self.counters["groups"] += 1
         if self.outbox.add(group.group_id, lease.lease_id, frames, time.monotonic()):
@@ -227,7 +262,8 @@ class Generator:
         """Load the newest version; deferred while evaluation leases of the held one run.
 
         A load that fails keeps the old label (the lag rule then stops the leases) and is retried;
-        MAX_LOAD_FAILURES in a row end this generator, and the run goes on without it.
+        MAX_LOAD_FAILURES in a row end this generator, and the run goes on without it. A version that nobody offers
+        now is waited for: its generator is sound.
         """
         deferred: float | None = None
         while True:
@@ -242,18 +278,34 @@ class Generator:
             version, source = self.target
             self.target = None
             try:
-                await self.engine.load(version, partial(shm.read, source, version))
+                await self._load_now(version, source)
             except WeightSyncError as exc:
+                if self.gone != version:
+                    await say(self.link, exc)
                 self._load_failed(exc, version, source)
                 continue
             self.load_failures = 0
             self.held = version
             self.wake.set()
 
+    async def _load_now(self, version: Version, source: str) -> None:
+        """Waits for the engine at most LOAD_TIMEOUT_S; WeightSyncError after."""
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await self.engine.load(version, partial(self.reader.read, source, version))
+        except TimeoutError as exc:
+            raise WeightSyncError(f"loading version {version} took more than {LOAD_TIMEOUT_S:g} s") from exc
+
     def _load_failed(self, exc: WeightSyncError, version: Version, source: str) -> None:
-        self.load_failures += 1
         self.counters["load_failures"] += 1
-        log.warning("version %s was not loaded (%d in a row): %s", version, self.load_failures, exc)
+        if isinstance(exc, VersionGone):
+            # The learner is being started again: it will publish anew, and until then nobody has this version.
+            if self.gone != version:
+                log.warning("version %s is gone; waiting for its publisher or a newer one: %s", version, exc)
+            self.gone = version
+        else:
+            self.load_failures += 1
+            log.warning("version %s was not loaded (%d in a row): %s", version, self.load_failures, exc)
         if self.load_failures >= MAX_LOAD_FAILURES:
             raise exc
         self.load_after = time.monotonic() + LOAD_RETRY_S
@@ -294,12 +346,34 @@ async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInf
         pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
         sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, read_stop_token_ids(model))
         await probe(engine, sampler.params())
-        generator = Generator(config, run_dir / "replay.address", sampler, generator_id)
-        stack.callback(generator.link.close)
+        place = config.replay.connect or run_dir / "replay.address"
+        generator = Generator(config, place, sampler, generator_id)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, generator.stopped.set)
-        await generator.run()
+        try:
+            await generator.run()
+        finally:
+            # A replay that confirmed nothing for so long is gone.
+            if generator.outbox.unconfirmed and not generator.over:
+                generator.link.leave()
+            else:
+                await generator.link.close()
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _reader(config: Config) -> Reader:
+    """A reader of the published versions, with the keys that their publisher asks for."""
+    w, keys = config.weights, None
+    if w.carrier == "zmq":
+        setting = "weights.keys" if w.keys is not None else "replay.keys"
+        keys = client_keys(config.weights_security, config.weights_keys, config.replay.client, setting)
+    return Reader(w.delta, keys)
 
 
 def hash_seed(seed: int, generator_id: str) -> int:

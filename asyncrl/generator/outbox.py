@@ -22,6 +22,7 @@ class Kept:
     sent_at: float
     wait_s: float = RESEND_S
     admitted: bool = False
+    held: bool = False
 
 
 class Outbox:
@@ -38,6 +39,11 @@ class Outbox:
         """The leases whose results are kept."""
         return [k.lease_id for k in self._kept.values()]
 
+    @property
+    def unconfirmed(self) -> list[list[Buffer]]:
+        """Groups of which replay has not said that it has them, or that it has no room for them."""
+        return [k.frames for k in self._kept.values() if not (k.admitted or k.held)]
+
     def add(self, group_id: str, lease_id: str, frames: list[Buffer], now: float) -> bool:
         """Keep a group that is sent now. False when an earlier result of it is kept: replay wants the first."""
         if group_id in self._kept:
@@ -51,6 +57,20 @@ class Outbox:
             if group_id in self._kept:
                 self._kept[group_id].admitted = True
 
+    def hold(self, group_ids: Iterable[str], now: float) -> None:
+        """Replay has no room for these and will ask for them; without a word they go again after RESEND_MAX_S."""
+        for group_id in group_ids:
+            kept = self._kept.get(group_id)
+            if kept is not None:
+                kept.sent_at, kept.wait_s, kept.admitted, kept.held = now, RESEND_MAX_S, False, True
+
+    def wanted(self, group_ids: Iterable[str]) -> None:
+        """Replay has room for these now: they are due at once."""
+        for group_id in group_ids:
+            kept = self._kept.get(group_id)
+            if kept is not None:
+                kept.sent_at, kept.wait_s, kept.admitted, kept.held = -math.inf, RESEND_S, False, False
+
     def resolved(self, group_ids: Iterable[str]) -> None:
         """Replay needs these no more."""
         for group_id in group_ids:
@@ -59,7 +79,7 @@ class Outbox:
     def renew(self) -> None:
         """Replay was started again and has nothing: everything is due once."""
         for kept in self._kept.values():
-            kept.sent_at, kept.wait_s, kept.admitted = -math.inf, RESEND_S, False
+            kept.sent_at, kept.wait_s, kept.admitted, kept.held = -math.inf, RESEND_S, False, False
 
     def due(self, now: float) -> list[list[Buffer]]:
         """Groups to send again now; each then waits longer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from asyncrl import wire
@@ -10,9 +12,19 @@ from asyncrl.config import Config
 from asyncrl.engines.base import Engine
 from asyncrl.errors import EngineError, TaskError
 from asyncrl.generator.collect import to_trajectory
-from asyncrl.tasks.pool import RewardPool
+from asyncrl.tasks.pool import RewardPool, Score
 from asyncrl.tasks.text import Decoder
 from asyncrl.types import Completion, Group, ModelInfo, Prompt, SamplingParams, Version
+
+SAMPLING_SHARE = 0.8
+"""Share of a lease after which sampling ends. What is left is for scoring and for the way to replay, where a lease
+that is not answered in time is given out again: then the same prompt is sampled twice."""
+SCORING_SHARE = 0.95
+"""Share of a lease after which scoring ends."""
+
+
+class OutOfTime(EngineError):
+    """A group was not finished near the end of its lease."""
 
 
 class MixedVersions(EngineError):
@@ -37,14 +49,17 @@ class Sampler:
         return SamplingParams(s.temperature, s.max_new_tokens, self.stop_token_ids, greedy=greedy)
 
     async def group(self, lease: wire.LeaseMsg) -> Group:
-        """Sample and score the group of a training lease.
+        """Sample and score the group of a training lease, near the end of it: what is finished (on_timeout: partial).
 
-        Raises EngineError, RouteError or TaskError; the lease is then given back.
+        Raises EngineError, RouteError, TaskError, or OutOfTime without enough responses; the lease is then given back.
         """
         started = time.monotonic()
         prompt = wire.prompt_from_msg(lease.prompt)
-        completions = await self.engine.generate(prompt.token_ids, self.config.algorithm.group_size, self.params())
-        rewards = await self._rewards(prompt, completions)
+        size, limit_s = self.config.algorithm.group_size, SAMPLING_SHARE * lease.deadline_s
+        completions = await self.engine.generate(prompt.token_ids, size, self.params(), limit_s)
+        self._enough(completions, f"of {size} responses were sampled within {limit_s:.1f} s")
+        left_s = SCORING_SHARE * lease.deadline_s - (time.monotonic() - started)
+        completions, rewards = await self._rewards_within(prompt, completions, left_s)
         trajectories = tuple(
             to_trajectory(
                 c, f"{lease.group_id}#{lease.attempt}.{i}", len(prompt.token_ids), r, self.info,
@@ -73,13 +88,42 @@ class Sampler:
         )
         return wire.EvalResult(lease.eval_id, (version.epoch, version.update), [answer])
 
+    @property
+    def _fewest(self) -> int:
+        size = self.config.algorithm.group_size
+        return min(2, size) if self.config.replay.on_timeout == "partial" else size
+
+    def _enough(self, finished: Sequence[object], what: str) -> None:
+        if len(finished) < self._fewest:
+            raise OutOfTime(f"{len(finished)} {what}")
+
+    async def _rewards_within(
+        self, prompt: Prompt, completions: list[Completion], limit_s: float
+    ) -> tuple[list[Completion], list[float]]:
+        """Scored completions with their rewards; under on_timeout: partial without those whose verifier is too slow."""
+        try:
+            async with asyncio.timeout(max(0.0, limit_s)):
+                scores = await self._scores(prompt, completions)
+        except TimeoutError as exc:
+            raise OutOfTime(f"{len(completions)} responses were not scored within {limit_s:.1f} s") from exc
+        if self.config.replay.on_timeout == "partial":
+            pairs = [(c, s) for c, s in zip(completions, scores, strict=True) if not s.error.startswith("timeout")]
+            self._enough(pairs, f"of {len(completions)} responses were scored in time")
+            completions, scores = [c for c, _ in pairs], [s for _, s in pairs]
+        return completions, self._values(prompt, scores)
+
     async def _rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
+        return self._values(prompt, await self._scores(prompt, completions))
+
+    async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[Score]:
         texts = [self.decoder.decode(c.token_ids) for c in completions]
-        scores = await self.pool.score_many([(prompt.source, t, prompt.answer) for t in texts])
+        return await self.pool.score_many([(prompt.source, t, prompt.answer) for t in texts])
+
+    def _values(self, prompt: Prompt, scores: list[Score]) -> list[float]:
         # A verifier that failed says nothing about the response: never a reward of 0.
         failed = [s.error for s in scores if s.reward is None]
         if failed:
-            raise TaskError(f"{len(failed)} of {len(texts)} responses to {prompt.prompt_id} not scored: {failed[0]}")
+            raise TaskError(f"{len(failed)} of {len(scores)} responses to {prompt.prompt_id} not scored: {failed[0]}")
         return [s.reward for s in scores if s.reward is not None]
 
 

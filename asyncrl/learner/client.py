@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from asyncrl import wire
 from asyncrl.arrays import Buffer
 from asyncrl.errors import TransportError
 from asyncrl.transport.keys import ClientKeys
-from asyncrl.transport.rendezvous import wait_for_address
+from asyncrl.transport.rendezvous import Place, address_at, wait_for_address
 from asyncrl.transport.sockets import Client
 from asyncrl.types import Group, ModelInfo, Version
 
 RESEND_S = 2.0
 """A request without an answer for this long is sent again (all of them are idempotent)."""
+
+MEANWHILE_S = 0.01
+"""How often a waiting take looks whether there is something to announce."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +39,43 @@ class ReplayClient:
     """
 
     def __init__(
-        self, file: Path, rank: int, info: ModelInfo, timeout_s: float, keys: ClientKeys | None = None
+        self,
+        place: Place,
+        rank: int,
+        info: ModelInfo,
+        timeout_s: float,
+        keys: ClientKeys | None = None,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        """Waits for the address file and for replay's welcome, at most timeout_s each."""
+        """Waits for the address file, when `place` is one, and for replay's welcome, at most timeout_s each."""
         self._peer = f"learner-{rank}"
-        self._file, self._address = file, wait_for_address(file, timeout_s)
+        self._place, self._address = place, wait_for_address(place, timeout_s)
         self._identity = f"{self._peer}-{uuid.uuid4().hex[:8]}".encode()
-        self._keys = keys
+        self._keys, self._settings = keys, dict(settings or {})
         self._socket = Client(self._address, self._identity, keys)
         self._info = info
         self._timeout_s = timeout_s
         self._boot = uuid.uuid4().hex
         self._seq = 0
-        self._published: tuple[Version, str] | None = None
-        self.welcome = self._hello()
+        self._published: tuple[Version, str, int] | None = None
+        try:
+            self.welcome = self._hello()
+        except TransportError:
+            self._socket.leave()
+            raise
 
     def _introduction(self) -> wire.Hello:
         i = self._info
         return wire.Hello(
             wire.SCHEMA, "learner", self._peer, self._boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
-            i.fingerprint,
+            i.fingerprint, settings=self._settings,
         )  # fmt: skip
 
     def _follow(self) -> None:
         """A file left by an earlier replay leads nowhere: connect to what it says now."""
-        address = self._file.read_text().strip() if self._file.is_file() else ""
+        address = address_at(self._place)
         if address and address != self._address:
-            self._socket.close()
+            self._socket.leave()  # what was meant for the old replay is asked again of the new one
             self._address, self._socket = address, Client(address, self._identity, self._keys)
             self._introduce()
 
@@ -71,8 +83,8 @@ class ReplayClient:
         """Say Hello again. A replay that was started again may lack what it was told last."""
         self._socket.send(wire.encode(self._introduction()))
         if self._published is not None:
-            (epoch, update), source = self._published
-            self._socket.send(wire.encode(wire.Published(epoch, update, source)))
+            (epoch, update), source, batches = self._published
+            self._socket.send(wire.encode(wire.Published(epoch, update, source, batches=batches)))
 
     def _hello(self) -> wire.Welcome:
         message, _ = self._ask(self._introduction(), (wire.Welcome, wire.Refused), self._timeout_s)
@@ -82,7 +94,11 @@ class ReplayClient:
         return message
 
     def _ask(
-        self, request: wire.Message, answers: tuple[type, ...], timeout_s: float
+        self,
+        request: wire.Message,
+        answers: tuple[type, ...],
+        timeout_s: float,
+        meanwhile: Callable[[], bool] | None = None,
     ) -> tuple[wire.Message, list[Buffer]]:
         """Send until one of the answer kinds arrives. Waits for replay, at most timeout_s."""
         deadline = time.monotonic() + timeout_s
@@ -91,8 +107,10 @@ class ReplayClient:
             self._socket.send(wire.encode(request))
             resend = time.monotonic() + min(RESEND_S, left)
             while (wait := resend - time.monotonic()) > 0:
-                frames = self._socket.recv(wait)
+                frames = self._socket.recv(wait if meanwhile is None else min(wait, MEANWHILE_S))
                 if frames is None:
+                    if meanwhile is not None and meanwhile():
+                        break  # it may have passed over the answer: ask again
                     continue
                 message = wire.decode(frames)
                 if isinstance(message, wire.Stop):
@@ -113,13 +131,24 @@ class ReplayClient:
             self._introduce()
             self._socket.send(wire.encode(request))
 
-    def take(self, take_id: int, update: int, rank: int, world: int, timeout_s: float) -> Shard:
-        """This rank's shard of a take. Waits until replay has a whole take, at most timeout_s."""
+    def take(
+        self,
+        take_id: int,
+        update: int,
+        rank: int,
+        world: int,
+        timeout_s: float,
+        meanwhile: Callable[[], bool] | None = None,
+    ) -> Shard:
+        """This rank's shard of a take. Waits until replay has a whole take, at most timeout_s.
+
+        meanwhile: called often while it waits; True when it used this connection.
+        """
         deadline = time.monotonic() + timeout_s
-        waiting = "nothing yet"
+        waiting, request = "nothing yet", wire.Take(take_id, update, rank, world)
         while (left := deadline - time.monotonic()) > 0:
             try:
-                reply, buffers = self._ask(wire.Take(take_id, update, rank, world), (wire.TakeReply,), min(left, 30.0))
+                reply, buffers = self._ask(request, (wire.TakeReply,), min(left, 30.0), meanwhile)
             except TransportError as exc:
                 if "did not answer" not in str(exc):
                     raise
@@ -134,14 +163,14 @@ class ReplayClient:
             waiting = reply.waiting
         raise TransportError(f"no take for update {update} within {timeout_s:g} s; replay waits for: {waiting}")
 
-    def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str]) -> None:
-        """Resolve the groups of one batch. update is the learner's clock after it."""
-        self._tell(wire.Commit(take_id, update, outcome, list(group_ids), self._next()))
+    def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str], batch: int = 0) -> None:
+        """Resolve the groups of one batch. update is the learner's clock after it, batch the batches before it."""
+        self._tell(wire.Commit(take_id, update, outcome, list(group_ids), self._next(), batch))
 
-    def published(self, version: Version, source: str) -> None:
-        """Announce a complete version; replay tells the generators."""
-        self._tell(wire.Published(version.epoch, version.update, source, self._next()))
-        self._published = version, source
+    def published(self, version: Version, source: str, batches: int = 0) -> None:
+        """Announce a complete version that so many batches made; replay tells the generators."""
+        self._tell(wire.Published(version.epoch, version.update, source, self._next(), batches))
+        self._published = version, source, batches
 
     def done(self, update: int) -> None:
         """Announce the last update."""

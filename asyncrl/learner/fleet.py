@@ -14,6 +14,7 @@ class FleetRates:
     def __init__(self) -> None:
         self._last: dict[str, dict[str, float]] = {}
         self._idle: dict[str, float] = {}
+        self._failed_loads = 0.0
         self.overlap = Overlap()
 
     def scalars(self, state: dict[str, Any], seconds: float) -> dict[str, float]:
@@ -23,6 +24,10 @@ class FleetRates:
             "replay/leased": float(state["leased"]),
             "replay/bytes": float(state["bytes"]),
         }
+        for name, value in (("replay/kept", state.get("kept")), ("replay/peak_bytes", state.get("peak_bytes"))):
+            out |= {name: float(value)} if value is not None else {}
+        waits = state.get("waits") or {}
+        out |= {"staleness/waits": float(waits.get("count", 0)), "staleness/wait_s": float(waits.get("seconds", 0.0))}
         out |= {f"replay/dropped/{k}": float(v) for k, v in state["counters"].items()}
         out |= {f"replay/idle/{k}": float(v) for k, v in state["idle"].items()}
         for side in ("left_out", "trained"):
@@ -45,6 +50,7 @@ class FleetRates:
         out["throughput/generator_tokens_per_s"] = tokens
         out["throughput/generator_busy_fraction"] = busy / alive if alive else 0.0
         out["generator/alive"] = float(alive)
+        out["generator/failed_loads"] = self._failed_loads
         overlap = self.overlap.fraction()
         if not math.isnan(overlap):
             out["throughput/overlap_fraction"] = overlap
@@ -53,6 +59,9 @@ class FleetRates:
     def _generator(self, name: str, g: dict[str, Any], seconds: float) -> dict[str, float]:
         gauges = {k: float(v) for k, v in g.get("gauges", {}).items()}
         last = self._last.get(name, {})
+        failures = gauges.get("load_failures", 0.0)
+        known = self._last.get(name, {}).get("load_failures", 0.0)
+        self._failed_loads += failures - known if failures >= known else failures
         # A restarted generator counts from zero again.
         if gauges.get("tokens", 0.0) < last.get("tokens", 0.0):
             last = {}
@@ -65,7 +74,7 @@ class FleetRates:
             delta = gauges.get(key, 0.0) - last.get(key, 0.0)
             out[rate] = delta / span if span > 1e-6 else self._rate(name, rate)
             self._last.setdefault(f"{name}#rates", {})[rate] = out[rate]
-        for key in ("loads", "load_s", "load_failures", "in_flight", "reward_errors"):
+        for key in ("loads", "load_s", "load_failures", "in_flight", "reward_errors", "timeouts"):
             if key in gauges:
                 out[key] = gauges[key]
         return out

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,20 +16,29 @@ import torch
 from asyncrl.config import Config
 from asyncrl.errors import TrainingError
 from asyncrl.learner.batch import Row, rows_of
+from asyncrl.learner.checkpoint import Checkpoints, Progress
 from asyncrl.learner.client import ReplayClient, Shard
 from asyncrl.learner.fleet import FleetRates
-from asyncrl.learner.publish import export, publish
+from asyncrl.learner.publish import export
+from asyncrl.learner.publishing import Due, Publishing
 from asyncrl.learner.records import histograms, update_scalars
 from asyncrl.learner.shard import World, build_policy, init_world
+from asyncrl.learner.start import begin, evaluated, model_fingerprint
 from asyncrl.learner.step import Updater
+from asyncrl.learner.stop import StopSignal
+from asyncrl.learner.table import all_max
 from asyncrl.learner.update import Outcome, TakeState, run_update, score_take
-from asyncrl.metrics.sink import Sink
+from asyncrl.metrics.sink import Sink, hold
 from asyncrl.models.describe import describe
 from asyncrl.transport.keys import client_keys
 from asyncrl.types import Version
-from asyncrl.weights.shm import Publisher
+from asyncrl.weights.publisher import open_publisher
 
 log = logging.getLogger(__name__)
+
+ANNOUNCE_S = 0.05
+"""Longest wait for a version that is being written before a step begins: within a step it is announced between
+micro-batches only, and generators sample from the old one until then."""
 
 MAX_UNFORCED = 10
 """Updates under R3 without a single forced row before the run ends."""
@@ -39,8 +47,8 @@ MAX_UNFORCED = 10
 class Learner:
     """State of one rank. The clock is `update`; it advances only on a real optimizer step."""
 
-    def __init__(self, config: Config, run_dir: Path, world: World) -> None:
-        self.config, self.run_dir, self.world = config, run_dir, world
+    def __init__(self, config: Config, run_dir: Path, world: World, stop: StopSignal | None = None) -> None:
+        self.config, self.run_dir, self.world, self.stop = config, run_dir, world, stop
         m, s = config.model, config.learner
         self.info = describe(m.path)
         replay = config.algorithm.routes == "r3"
@@ -48,27 +56,50 @@ class Learner:
         self.updater = Updater(self.policy, s, config.algorithm, world)
         r, limit_s = config.replay, config.run.start_timeout_s
         keys = client_keys(r.security, r.keys, r.client)
-        self.client = ReplayClient(run_dir / "replay.address", world.rank, self.info, limit_s, keys)
-        self.sink = Sink(run_dir, tensorboard=config.logging.tensorboard) if world.is_writer else None
-        keep = config.weights.keep_versions
-        self.publisher = Publisher(run_dir / "weights", keep=keep) if world.is_writer else None
+        # First the lock on the metrics: a second learner in this folder must not displace the first at replay.
+        lock = hold(run_dir) if world.is_writer else None
+        self.checkpoints = Checkpoints(run_dir, model_fingerprint(config, self.info), s.keep_checkpoints, world)
+        found = self.checkpoints.load(self.policy, self.updater)
+        place, settings = r.connect or run_dir / "replay.address", config.shared_settings()
+        self.client = ReplayClient(place, world.rank, self.info, limit_s, keys, settings)
+        w, n = config.weights, config.staleness
+        self.publisher = (
+            open_publisher(
+                w.carrier, run_dir / "weights", w.keep_versions, bind=w.bind, security=config.weights_security,
+                keys=config.weights_keys, with_delta=w.delta,
+            ) if world.is_writer else None
+        )  # fmt: skip
+        self.publishing = Publishing(self.publisher, world, s.collective_timeout_s)
+        self.due = Due(n.sync_every, n.max_lag)
+        # Between the micro-batches of a step.
+        self.policy.register_forward_pre_hook(self._between)
         self.fleet = FleetRates()
-        self.epoch = self.client.welcome.epoch
-        self.update, self.take_id, self.carry = 0, 0, 0.0
-        self.published = -1
-        self.skipped, self.skipped_in_a_row, self.unforced_in_a_row = 0, 0, 0
+        start = begin(found, self.client.welcome, world)
+        self.epoch, self.update, self.batches, self.carry = start.epoch, start.update, start.batches, start.carry
+        self.skipped, self.skipped_in_a_row = start.skipped, start.skipped_in_a_row
+        self.unforced_in_a_row = start.unforced_in_a_row
+        self.take_id, self.published = 0, -1
+        self.saved, self.save_s = found.update if found is not None else -1, 0.0
+        self.over = self._over()
+        first = s.updates + 1 if self.over else start.update
+        self.sink = Sink(run_dir, config.logging.tensorboard, first, start.epoch > 0, lock) if world.is_writer else None
         self.sync_s = 0.0
         self.record_time = time.monotonic()
-        self.evaluations: set[str] = set()
+        self.evaluations = evaluated(run_dir) if start.epoch else set()
 
     def run(self) -> None:
         """Train to the last update, publish it, and wait for the final evaluation."""
+        if self.over:
+            return self.finish()
         self.publish_if_due()
+        # No rank may ask for a take before replay heard of the run epoch, which makes earlier takes void.
+        all_max([0.0], self.world)
         while self.update < self.config.learner.updates:
             started = time.monotonic()
             shard = self.client.take(
-                self.take_id, self.update, self.world.rank, self.world.size, self.config.learner.take_timeout_s
-            )
+                self.take_id, self.update, self.world.rank, self.world.size, self.config.learner.take_timeout_s,
+                self.publishing.announce if self.publishing.unannounced else None,
+            )  # fmt: skip
             self.train_on(shard, time.monotonic() - started)
             self.take_id += 1
         # The last version is for the last evaluation; nobody else would load it before it is removed.
@@ -76,6 +107,17 @@ class Learner:
         export(self.policy, self.config.model.path, self.run_dir / "model", self.world)
         if self.world.is_writer:
             self.client.done(self.update)
+        self.finish()
+
+    def _over(self) -> bool:
+        """True when an earlier learner of this run made the last update, and was killed after it. A collective."""
+        closed = self.world.is_writer and bool(self.client.status()["closed"])
+        return bool(all_max([float(closed)], self.world)[0])
+
+    def finish(self) -> None:
+        """What is left after the last update."""
+        self.checkpoints.remove()
+        if self.world.is_writer:
             self.wait_for_evaluations()
 
     def train_on(self, shard: Shard, waited: float) -> None:
@@ -85,6 +127,7 @@ class Learner:
             everything = [r for m in range(len(shard.batches)) for r in self._rows(shard, m)]
             state = score_take(self.policy, everything, self.config, self.info, self.world)
         for m in range(len(shard.batches)):
+            self.sync_s += self._announce_soon()
             if self.update >= self.config.learner.updates:
                 return
             started, wall = time.monotonic(), time.time()
@@ -97,9 +140,21 @@ class Learner:
             used_at = self.update
             self._advance(outcome)
             self._commit(shard.take_id, outcome)
-            self.publish_if_due()
+            last = m + 1 == len(shard.batches)
+            self.publish_if_due(self.config.staleness.updates_per_take if last else 1)
             self._record(used_at, outcome, step_s, waited)
+            self._save_if_due(outcome)
             waited = 0.0
+
+    def _announce_soon(self) -> float:
+        """Seconds waited for a version that is nearly written."""
+        started = time.monotonic()
+        if self.publishing.unannounced:
+            self.publishing.announce(ANNOUNCE_S)
+        return time.monotonic() - started
+
+    def _between(self, *_: object) -> None:
+        self.publishing.announce()
 
     def _rows(self, shard: Shard, batch: int) -> list[Row]:
         return rows_of(shard.batches[batch], self.update, shard.bounds[batch], self.info)
@@ -133,23 +188,50 @@ class Learner:
         """Rank 0 resolves the groups of all ranks; the table holds their ids."""
         if self.world.is_writer:
             result = "trained" if outcome.step.outcome == "stepped" else "skipped"
-            self.client.commit(take_id, self.update, result, list(dict.fromkeys(n[1] for n in outcome.table.names)))
+            ids = list(dict.fromkeys(n[1] for n in outcome.table.names))
+            self.client.commit(take_id, self.update, result, ids, self.batches)
+        self.batches += 1
 
-    def publish_if_due(self, final: bool = False) -> None:
-        """Publish at update 0, every sync_every updates and at the end; retry a failed one."""
-        n, u = self.config.staleness.sync_every, self.update
-        if u == self.published or not (final or u // n > self.published // n or self.published < 0):
+    def _save_if_due(self, outcome: Outcome) -> None:
+        """A checkpoint every checkpoint_every updates, when what it holds is committed. A collective."""
+        every, u = self.config.learner.checkpoint_every, self.update
+        if not every or u % every or outcome.step.outcome != "stepped" or u >= self.config.learner.updates:
             return
         started = time.monotonic()
-        version = Version(self.epoch, u)
-        source = publish(self.policy, self.publisher, version, self.world)
+        progress = Progress(
+            self.epoch, u, self.batches, self.carry, self.skipped, self.skipped_in_a_row, self.unforced_in_a_row
+        )
+        with self.stop.held() if self.stop is not None else nullcontext():
+            if self.checkpoints.save(self.policy, self.updater, progress):
+                self.saved = u
+        self.save_s = time.monotonic() - started
+
+    def publish_if_due(self, num_batches: int = 1, final: bool = False) -> None:
+        """Begin to publish at update 0, every sync_every updates and at the end; begin again what failed.
+
+        num_batches: of the next take. The learner goes on meanwhile, but waits for a version without which that
+        take could not be had, for the first one and for the final one. A collective.
+        """
+        started, out, u = time.monotonic(), self.publishing, self.update
+        num_batches = max(1, min(num_batches, self.config.learner.updates - u))
+
+        def needed() -> bool:
+            return self.due.needed(u, self.published, num_batches)
+
+        self._settle(needed() or final)
+        if out.pending is not None or not (self.due.at(u, self.published) or (final and u != self.published)):
+            return
+        version, batches = Version(self.epoch, u), self.batches
+        out.begin(self.policy, version, lambda source: self.client.published(version, source, batches))
+        self._settle(needed() or final)
         self.sync_s = time.monotonic() - started
-        if source is not None:
-            self.published = u
-            if self.world.is_writer:
-                self.client.published(version, source)
-        elif self.published < 0 or u - self.published > self.config.staleness.max_lag:
+        if out.pending is None and needed():
             raise TrainingError(f"no version could be published since update {self.published}; see the error above")
+
+    def _settle(self, wait: bool) -> None:
+        version = self.publishing.settle(wait)
+        if version is not None:
+            self.published = version.update
 
     def _record(self, used_at: int, outcome: Outcome, step_s: float, wait_s: float) -> None:
         if self.sink is None:
@@ -164,11 +246,15 @@ class Learner:
             "throughput/step_s": step_s,
             "throughput/wait_s": wait_s,
             "throughput/sync_s": self.sync_s,
+            **self.publishing.scalars(),
             "throughput/update_s": span,
             "throughput/learner_busy_fraction": min(1.0, step_s / span) if span > 0 else 0.0,
             "throughput/learner_tokens_per_s": float(outcome.table["tokens"].sum()) / span if span > 0 else 0.0,
             "throughput/fused_scoring": float(outcome.fused),
             "staleness/published": float(self.published),
+            "run/epoch": float(self.epoch),
+            "run/checkpoint": float(self.saved),
+            "run/checkpoint_s": self.save_s,
         }
         every = self.config.logging.histograms_every
         self.sink.write(used_at, scalars, histograms(outcome) if every and used_at % every == 0 else None)
@@ -177,9 +263,9 @@ class Learner:
     def _record_evaluations(self, evaluations: list[dict[str, object]]) -> None:
         assert self.sink is not None
         for e in evaluations:
-            if str(e["eval_id"]) in self.evaluations:
+            if str(e["label"]) in self.evaluations:
                 continue
-            self.evaluations.add(str(e["eval_id"]))
+            self.evaluations.add(str(e["label"]))
             values = {f"eval/{k}": float(v) for k, v in e.items() if isinstance(v, int | float)}
             self.sink.write(int(values["eval/version"]), values)
             log.info("evaluation %s", json.dumps(e, default=str))
@@ -200,8 +286,7 @@ class Learner:
         self.client.close()
         if self.sink is not None:
             self.sink.close()
-        if self.publisher is not None:
-            self.publisher.close()
+        self.publishing.close()
 
 
 def run(config: Config, run_dir: Path) -> None:
@@ -209,10 +294,9 @@ def run(config: Config, run_dir: Path) -> None:
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
     world = init_world(config.learner.collective_timeout_s)
-    if world.is_writer:
-        # Published versions and metrics are closed in order; other ranks may die at once.
-        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
-    learner = Learner(config, run_dir, world)
+    # Published versions and metrics are closed in order; other ranks may die at once.
+    stop = StopSignal() if world.is_writer else None
+    learner = Learner(config, run_dir, world, stop)
     try:
         learner.run()
     finally:

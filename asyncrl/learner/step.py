@@ -99,6 +99,29 @@ class Updater:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(outcome, grad_norm, loss, clipped, lr)
 
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's moments by name, as they are (writing to them is loading), and its step counts [P], a copy.
+
+        A parameter that was never stepped gets the state that its first step would give it.
+        """
+        out: dict[str, Tensor] = {}
+        steps = []
+        for name, parameter in self._policy.named_parameters():
+            state = self._optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            steps.append(state["step"].reshape(1).cpu())
+            for moment in ("exp_avg", "exp_avg_sq"):
+                out[f"optimizer.{moment}.{name}"] = state[moment].detach()
+        out["optimizer.step"] = torch.cat(steps)
+        return out
+
+    def load_steps(self, steps_P: Tensor) -> None:
+        """Go on counting there, parameters in the order of the policy."""
+        for (_, parameter), step in zip(self._policy.named_parameters(), steps_P, strict=True):
+            self._optimizer.state[parameter]["step"].fill_(float(step))
+
     def _set_lr(self, update: int) -> float:
         s = self._settings
         lr = s.lr * min(1.0, (update + 1) / s.warmup_updates) if s.warmup_updates else s.lr

@@ -33,6 +33,7 @@ NAMES: dict[str, str] = {
     "eval/response_length": "mean length of the sampled held-out responses",
     "eval/truncated_fraction": "share of the sampled held-out responses that ended at max_new_tokens",
     "eval/version": "update of the weights that were evaluated",
+    "eval/epoch": "run epoch of the weights that were evaluated",
     "eval/count": "held-out answers: problems x (samples, and one more where greedy decoding is on)",
     # optimisation
     "optim/grad_norm": "gradient norm before clipping, over all ranks",
@@ -89,6 +90,8 @@ NAMES: dict[str, str] = {
     "staleness/response_lag_mean": "mean lag of the trained responses (lag of the oldest trained token)",
     "staleness/stale_responses": "responses of this update with no token young enough",
     "staleness/published": "update of the newest published weights",
+    "staleness/waits": "takes so far that waited for groups about to become too old (staleness.stale: wait)",
+    "staleness/wait_s": "seconds so far that takes waited for them",
     "staleness/masked_token_fraction": "share of tokens masked because they are too old",
     "staleness/masked_decile_<d>": "the same in length decile d (0 shortest, 9 longest)",
     "staleness/masked_position_<d>": "share of the tokens in tenth d of the response (0 first) that are masked",
@@ -104,6 +107,8 @@ NAMES: dict[str, str] = {
     "replay/queue_depth": "groups in the queue",
     "replay/leased": "groups being sampled",
     "replay/bytes": "payload bytes in the queue",
+    "replay/peak_bytes": "most payload bytes at once so far; never above replay.capacity_bytes",
+    "replay/kept": "finished groups that their generators keep until there is room",
     "replay/dropped/<reason>": "what replay dropped, returned or refused so far: docs/operations.md has each reason",
     "replay/idle/<reason>": "lease requests so far that got less than asked for: docs/operations.md has each reason",
     # fleet
@@ -120,21 +125,36 @@ NAMES: dict[str, str] = {
     "generator/<id>/load_failures": "versions that could not be loaded so far",
     "generator/<id>/in_flight": "groups being sampled",
     "generator/<id>/reward_errors": "rewards that could not be scored so far",
+    "generator/<id>/timeouts": "groups so far that were not finished near the end of their lease",
     "generator/alive": "generators that send heartbeats",
+    "generator/failed_loads": "loads that failed so far, all generators",
     # throughput
     "throughput/learner_tokens_per_s": "response tokens trained per second",
     "throughput/generator_tokens_per_s": "tokens sampled per second, all generators",
     "throughput/learner_busy_fraction": "share of the time the learner is not waiting for a take",
     "throughput/generator_busy_fraction": "mean busy share of the generators",
     "throughput/overlap_fraction": "share of the learner's step time during which generators decode",
-    "throughput/sync_s": "seconds to publish the weights",
+    "throughput/sync_s": "seconds that the learner stood still for the last publication; writing it goes on meanwhile",
     "throughput/step_s": "seconds of this update, from take to commit",
     "throughput/wait_s": "seconds waited for this update's take",
     "throughput/update_s": "seconds between this record and the one before",
     "throughput/fused_scoring": "1 when scoring and update shared one forward, else 0",
+    # weights
+    "weights/write_s": "seconds to check, write and hash the last published version, while the learner goes on",
+    "weights/reused": "shm: versions so far that took the memory of a dropped one",
+    "weights/chunks": "zmq: chunks sent so far",
+    "weights/bytes": "zmq: bytes of chunks sent so far",
+    "weights/unsent": "zmq: answers so far whose generator was gone or full; it asks again",
+    "weights/refused": "zmq: messages so far that were no request",
+    "weights/refused_<reason>": "zmq: connections so far that were not let in: docs/security.md has each reason",
     # routing replay
     "r3/forced_fraction": "share of the scored rows whose routes were forced",
     "r3/in_pass_drift": "drift of the native routes of the forced pass (upstream layers replayed): RDC ranks by it",
+    # the run
+    "run/epoch": "how often the learner was started again in this run: a record undoes those of its update and later "
+    "with a lower epoch",
+    "run/checkpoint": "update of the newest checkpoint, -1 without one",
+    "run/checkpoint_s": "seconds to write it",
     # about the metrics themselves
     "metrics/nan": "values of this record that are not finite",
 }

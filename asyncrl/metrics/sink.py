@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -38,18 +38,28 @@ class Sink:
     """The one writer of a run folder's metrics.
 
     first_update: records of this update and later that an earlier writer left are set aside (a
-    resumed or repeated run), so that a reader sees each update once. Raises RunError when another
-    process writes the same folder.
+    repeated run), so that a reader sees each update once; with resumed they stay, for the run goes on there:
+    `timeline` leaves out what was undone. lock: of `hold`, when the caller has it already. Raises RunError when
+    another process writes the same folder.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool = True, first_update: int = 0) -> None:
+    def __init__(
+        self,
+        run_dir: str | Path,
+        tensorboard: bool = True,
+        first_update: int = 0,
+        resumed: bool = False,
+        lock: IO[str] | None = None,
+    ) -> None:
         self._dir = Path(run_dir)
-        self._dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self._dir / "metrics.lock")
+        self._lock = lock if lock is not None else hold(self._dir)
         self._failed: set[str] = set()
         self._events: EventWriter | None = None
         try:
-            _set_aside(self._dir / FILE, first_update)
+            if resumed:
+                _cut_torn_line(self._dir / FILE)
+            else:
+                _set_aside(self._dir / FILE, first_update)
             self._lines: IO[str] = (self._dir / FILE).open("a", encoding="utf-8")
         except BaseException:
             self._lock.close()
@@ -138,7 +148,23 @@ def _word(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _lock(path: Path) -> IO[str]:
+def timeline(records: Iterable[dict[str, float]]) -> list[dict[str, float]]:
+    """The records of a metrics.jsonl without those of updates that a later run epoch undid, in their order."""
+    kept: list[dict[str, float]] = []
+    epoch = 0.0
+    for record in records:
+        if record.get("run/epoch", epoch) > epoch:
+            epoch, first = record["run/epoch"], record["update"]
+            # The version of update `first` is the one that the learner went on from: its evaluation stays.
+            kept = [r for r in kept if r["update"] < first + ("eval/version" in r) or r.get("eval/epoch", 0) == epoch]
+        kept.append(record)
+    return kept
+
+
+def hold(run_dir: Path) -> IO[str]:
+    """Lock a run folder's metrics for this process, as long as the handle is open. RunError when another has them."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "metrics.lock"
     handle = path.open("a", encoding="utf-8")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,6 +172,13 @@ def _lock(path: Path) -> IO[str]:
         handle.close()
         raise RunError(f"another process writes metrics in {path.parent}; give this run another run.name") from exc
     return handle
+
+
+def _cut_torn_line(path: Path) -> None:
+    """What is appended must not be glued to half a line of a writer that was killed."""
+    if path.exists():
+        data = path.read_bytes()
+        os.truncate(path, data.rfind(b"\n") + 1)
 
 
 def _set_aside(path: Path, first_update: int) -> None:

@@ -43,9 +43,10 @@ def num_batches(update: int, limits: Limits, clock: Clock) -> int:
 
 
 def _has_room(limits: Limits, ledger: Ledger) -> bool:
-    """Bytes queued and reserved for leases fit, or the queue could never fill a take otherwise."""
-    leased, queued = ledger.count(State.LEASED), ledger.count(State.QUEUED)
-    reserve = max(limits.group_bytes, ledger.largest_bytes)
-    if ledger.num_bytes + (leased + 1) * reserve <= limits.capacity_bytes:
-        return True
-    return leased + queued < limits.updates_per_take * limits.groups_per_update
+    """Bytes that are here, kept for later and reserved for leases fit.
+
+    No group is larger than a take's share, so that without a take there is room for a take of leases.
+    """
+    out = ledger.count(State.LEASED) + 1
+    reserve = min(max(limits.group_bytes, ledger.largest_bytes), limits.share_bytes)
+    return ledger.num_bytes + ledger.kept_bytes + out * reserve <= limits.capacity_bytes

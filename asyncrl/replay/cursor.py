@@ -79,6 +79,18 @@ class Cursor:
             return True
         return index is not None and bool(bits[index >> 3] >> (index & 7) & 1)
 
+    def reopen(self, group_id: str) -> tuple[int, int] | None:
+        """Undo `resolve`: data epoch and index of the group. None for one that is open or was never given out."""
+        number, _, prompt_id = group_id.partition("/")
+        if not self.is_resolved(group_id) or prompt_id not in self._index:
+            return None
+        epoch, index, full = int(number), self._index[prompt_id], len(self.prompts)
+        if epoch not in self._resolved:
+            # It was complete, and forgotten: all its prompts were resolved.
+            self._resolved[epoch] = bytearray(((1 << full) - 1).to_bytes((full + 7) // 8, "little"))
+        self._resolved[epoch][index >> 3] &= ~(1 << (index & 7))
+        return epoch, index
+
     def save(self, spare: int) -> CursorState:
         """All of it, and a reserve: so much may be given out before the next save. spare: prompts that wait anyway."""
         self.saved = self.given + max(0, RESERVE - spare)

@@ -30,11 +30,21 @@ class Desk:
         self._parked: dict[bytes, Parked] = {}
         self._given: tuple[int, set[int]] = (-1, set())
 
+    @property
+    def waits(self) -> bool:
+        """True while a rank waits for its take."""
+        return bool(self._parked)
+
     def park(self, identity: bytes, request: wire.Take, now: float) -> None:
         """Let a rank wait; a repeated request keeps its place."""
         old = self._parked.get(identity)
         if old is None or old.request != request:
             self._parked[identity] = Parked(request, now, now)
+
+    def clear(self) -> None:
+        """Another learner: the takes that ranks of the one before had or wait for are void."""
+        self._parked.clear()
+        self._given = (-1, set())
 
     def forget_all_but(self, identities: set[bytes]) -> None:
         """Drop ranks that are gone."""
@@ -45,7 +55,7 @@ class Desk:
         out: list[tuple[bytes, list[wire.Buffer]]] = []
         for identity, parked in list(self._parked.items()):
             try:
-                frames = self._answer(parked.request, now - parked.since)
+                frames = self._answer(parked.request, parked.since, now)
             except ValueError as exc:
                 frames = wire.encode(wire.Refused(str(exc)))
             if frames is not None:
@@ -57,12 +67,12 @@ class Desk:
                 out.append((identity, wire.encode(wire.TakeReply(parked.request.take_id, False, waiting, [], [], []))))
         return out
 
-    def _answer(self, request: wire.Take, waited: float) -> list[wire.Buffer] | None:
+    def _answer(self, request: wire.Take, since: float, now: float) -> list[wire.Buffer] | None:
         """The shard with the groups' own frames as they were received, or None while there are too few."""
         if not 0 <= request.rank < request.world:
             raise ValueError(f"rank {request.rank} of a world of {request.world}")
-        take = self._queue.take(request.take_id, request.update)
-        if take is None or not self._whole(request, waited):
+        take = self._queue.take(request.take_id, request.update, now)
+        if take is None or not self._whole(request, now - since):
             return None
         if self._given[0] != request.take_id:
             self._given = (request.take_id, set())

@@ -5,12 +5,14 @@ The payload stays as received frames; ages, lengths and rewards are read once, h
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from asyncrl.types import Group, ModelInfo, Trajectory, Version
+from asyncrl.arrays import Buffer
+from asyncrl.types import ModelInfo, Version
+from asyncrl.wire import GroupHead, TrajectoryHead
 
 ZERO_VARIANCE = 1e-6
 """Rewards that differ by no more than this are equal (the learner uses the same tolerance)."""
@@ -45,53 +47,64 @@ class GroupDigest(NamedTuple):
         return max(rewards) - min(rewards) <= ZERO_VARIANCE
 
     def last_update(self, stale: str, max_lag: int) -> int:
-        """Last update that may use this group: some loss token is young enough (mask), or all are (evict)."""
+        """Last update that may use this group: some loss token is young enough (mask), or all are (evict, wait)."""
         updates = [v.update for v in self.versions]
         return (max(updates) if stale == "mask" else min(updates)) + max_lag
 
 
-def digest(group: Group) -> GroupDigest:
+def digest(head: GroupHead) -> GroupDigest:
     """Read a group once. versions is empty when no response has a loss token."""
-    versions: set[Version] = set()
-    responses = []
-    for t in group.trajectories:
-        used = {s.version for s in t.segments if t.loss_mask[s.start : s.end].any()}
-        versions |= used
-        responses.append(ResponseDigest(t.num_tokens, t.reward, tuple(sorted({v.update for v in used}))))
-    tokens = group.num_tokens + len(group.prompt.token_ids) * len(group.trajectories)
-    return GroupDigest(group.attempt, group.generator_id, tuple(responses), tuple(sorted(versions)), tokens)
+    versions: set[tuple[int, int]] = set()
+    used: set[tuple[int, int]] = set()
+    updates: tuple[int, ...] = ()
+    responses, tokens = [], len(head.prompt.token_ids) * len(head.trajectories)
+    for t, buffer in zip(head.trajectories, head.loss_masks, strict=True):
+        mask = buffer if type(buffer) is bytes else bytes(buffer)
+        previous, used = used, {(e, u) for e, u, start, end in t.segments if mask.find(1, start, end) >= 0}
+        if used != previous:  # most often the responses of a group have the same versions
+            versions |= used
+            updates = tuple(sorted({update for _, update in used}))
+        responses.append(ResponseDigest(len(mask), t.reward, updates))
+        tokens += len(mask)
+    ordered = tuple(Version(*v) for v in sorted(versions))
+    return GroupDigest(head.attempt, head.generator_id, tuple(responses), ordered, tokens)
 
 
-def problem(group: Group, group_size: int, model: ModelInfo | None) -> tuple[str, str] | None:
-    """Why a group is refused as (counter, sentence), or None. Versions are judged by the queue."""
-    if len(group.trajectories) != group_size:
-        return "group_size", f"{len(group.trajectories)} responses, algorithm.group_size is {group_size}"
-    if len({t.trajectory_id for t in group.trajectories}) != group_size:
+def problem(head: GroupHead, fewest: int, most: int, model: ModelInfo | None) -> tuple[str, str] | None:
+    """Why a group is refused as (counter, sentence), or None. Versions are judged by the queue.
+
+    It must have `fewest` to `most` responses.
+    """
+    count = len(head.trajectories)
+    if not fewest <= count <= most:
+        return "group_size", f"{count} responses, algorithm.group_size is {most} and {fewest} are the fewest"
+    if len({t.trajectory_id for t in head.trajectories}) != count:
         return "duplicate_trajectory", "two responses have the same trajectory id"
-    if not (math.isfinite(group.temperature) and group.temperature > 0):
-        return "bad_temperature", f"sampling temperature {group.temperature}"
-    for t in group.trajectories:
-        found = _problem(t, len(group.prompt.token_ids), model)
-        if found is not None:
-            return found[0], f"{t.trajectory_id}: {found[1]}"
-    return None
+    if not _usual(head.logprobs):
+        odd = next(i for i, part in enumerate(head.logprobs) if not _usual([part]))
+        return "bad_logprob", f"{head.trajectories[odd].trajectory_id}: a sampled token has log-prob -inf or above 0"
+    return None if model is None else _bad_routes(head.trajectories, model)
 
 
-def _problem(t: Trajectory, num_prompt: int, model: ModelInfo | None) -> tuple[str, str] | None:
-    if not math.isfinite(t.reward):
-        return "bad_reward", f"reward {t.reward}"
-    # NaN means that the engine gave none; a sampled token has neither probability 0 nor above 1.
-    if np.isinf(t.logprobs).any() or (t.logprobs > 1e-3).any():
-        return "bad_logprob", "a sampled token has log-prob -inf or above 0"
-    if model is None:
-        return None
-    if t.route_counts is not None and t.route_counts.shape[1:] != (len(model.layers), model.num_experts):
-        return (
-            "bad_routes",
-            f"route counts {list(t.route_counts.shape)}, expected [{len(t.segments)}, {len(model.layers)}, "
-            f"{model.num_experts}]",
-        )
-    want = (max(0, num_prompt + t.num_tokens - 1), len(model.layers), model.top_k)
-    if t.routes is not None and (t.routes.shape != want or t.routes.dtype != model.route_dtype):
-        return "bad_routes", f"routes {t.routes.dtype}{list(t.routes.shape)}, expected {model.route_dtype}{list(want)}"
+def _usual(parts: Sequence[Buffer]) -> bool:
+    """A sampled token has neither probability 0 nor above 1; NaN means that the engine gave none."""
+    logprobs = np.frombuffer(b"".join(parts), np.float32)
+    if not len(logprobs):
+        return True
+    with np.errstate(invalid="ignore"):
+        lowest, highest = np.fmin.reduce(logprobs), np.fmax.reduce(logprobs)
+    return not (lowest == -np.inf or highest > 1e-3)
+
+
+def _bad_routes(trajectories: Sequence[TrajectoryHead], model: ModelInfo) -> tuple[str, str] | None:
+    """Counts or routes of another model. Their rows fit the tokens: the wire lets nothing else through."""
+    layers, dtype = len(model.layers), model.route_dtype
+    for t in trajectories:
+        counts, routes = t.route_counts, t.routes
+        if counts is not None and counts.shape[1:] != (layers, model.num_experts):
+            want = f"[{len(t.segments)}, {layers}, {model.num_experts}]"
+            return "bad_routes", f"{t.trajectory_id}: route counts {list(counts.shape)}, expected {want}"
+        if routes is not None and (routes.shape[1:] != (layers, model.top_k) or np.dtype(routes.dtype) != dtype):
+            want = f"{dtype}[{routes.shape[0]}, {layers}, {model.top_k}]"
+            return "bad_routes", f"{t.trajectory_id}: routes {routes.dtype}{list(routes.shape)}, expected {want}"
     return None

@@ -81,6 +81,17 @@ class Evaluations:
             self._due = (version.update // self._every + 1) * self._every
             self._start(version)
 
+    def roll_back(self, lost: Callable[[Version], bool]) -> None:
+        """The learner went back: what measured a lost version is void, and due again from there on."""
+        for evaluation in [e for e in self._open if lost(e.target)]:
+            self._tally.count("eval_rolled_back")
+            self._open.remove(evaluation)
+            self._cancel(evaluation)
+        self.finished[:] = [e for e in self.finished if not lost(Version(e["epoch"], e["version"]))]
+        self._asked = {v for v in self._asked if not lost(v)}
+        if self._every:
+            self._due = (max((v.update for v in self._asked), default=-1) // self._every + 1) * self._every
+
     def finish(self, version: Version | None, now: float) -> None:
         """The run made its last update: evaluate `version` unless that was asked for, all within timeout_s."""
         if self._deadline < math.inf:

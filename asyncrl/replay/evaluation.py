@@ -122,6 +122,7 @@ class Evaluation:
             "requested": str(self.requested),
             "status": "complete" if len(self._answers) == len(self._keys) else "cut short",
             "version": self.target.update,
+            "epoch": self.target.epoch,
             "count": len(self._answers),
             "response_length": _mean([float(a.length) for a in shown]),
             "truncated_fraction": _mean([float(a.finish_reason == "length") for a in shown]),

@@ -33,7 +33,7 @@ class Exits:
     def evict_old(self, update: int) -> None:
         """Evict what no update from `update` on may use; cancel leases that can only become that."""
         m = self.limits
-        for entry in self.ledger.of_state(State.QUEUED):
+        for entry in [*self.ledger.of_state(State.QUEUED), *self.ledger.of_state(State.KEPT)]:
             assert entry.digest is not None
             if any(self.clock.lost(v) for v in entry.digest.versions):
                 self.evict(entry, "lost_version")
@@ -42,16 +42,16 @@ class Exits:
         for entry in self.ledger.of_state(State.LEASED):
             assert entry.lease is not None
             lost = self.clock.lost(entry.lease.version)
-            # Under evict one old token is enough, and the first token was sampled under this version.
-            if lost or (m.stale == "evict" and entry.lease.version.update + m.max_lag < update):
+            # Under evict and wait one old token is enough, and the first token was sampled under this version.
+            if lost or (m.stale != "mask" and entry.lease.version.update + m.max_lag < update):
                 self.tally.count("lost_version" if lost else "doomed_lease")
                 self.cancel(entry)
                 self.give_back(entry)
 
     def evict(self, entry: Entry, reason: str) -> None:
-        """A queued group goes untrained; its prompt is leased again or given up, as on_evict says."""
+        """A finished group goes untrained; its prompt is leased again or given up, as on_evict says."""
         d = entry.digest
-        assert d is not None and entry.state is State.QUEUED
+        assert d is not None and entry.state in (State.QUEUED, State.KEPT)
         self.resolved.append((entry.sender, entry.group_id))
         self.age_out(entry, d, reason)
 
@@ -62,15 +62,13 @@ class Exits:
         # A late copy of this result must not come back in.
         entry.min_attempt = d.attempt + 1
         if self.limits.on_evict == "drop":
-            self.tally.drop(entry.group_id, reason)
-            self.ledger.resolve(entry)
+            self._give_up(entry, reason)
         else:
             self.give_back(entry)
 
     def give_back(self, entry: Entry) -> None:
         """Lease the prompt again, unless it had all its attempts."""
         if entry.attempt >= self.limits.max_attempts:
-            log.warning("group %s dropped after %d attempts", entry.group_id, entry.attempt)
             self.drop(entry, "max_attempts")
         else:
             self.ledger.move(entry, State.PENDING)
@@ -78,12 +76,18 @@ class Exits:
     def drop(self, entry: Entry, reason: str) -> None:
         """Give a prompt up for good."""
         self.tally.count(reason)
+        self._give_up(entry, reason)
+
+    def _give_up(self, entry: Entry, reason: str) -> None:
+        # Equal rewards are ordinary; every other reason costs a prompt that could have taught something.
+        level = logging.DEBUG if reason == "zero_variance" else logging.WARNING
+        log.log(level, "group %s dropped (%s) after %d attempts", entry.group_id, reason, entry.attempt)
         self.tally.drop(entry.group_id, reason)
         self.ledger.resolve(entry)
 
     def resolve(self, entry: Entry) -> None:
         """Close a group and tell whoever keeps its result."""
-        if entry.state in (State.QUEUED, State.TAKEN):
+        if entry.state in (State.QUEUED, State.KEPT, State.TAKEN):
             self.resolved.append((entry.sender, entry.group_id))
         self.ledger.resolve(entry)
 

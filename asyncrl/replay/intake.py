@@ -7,25 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from asyncrl.arrays import Buffer
 from asyncrl.replay.clock import Clock
 from asyncrl.replay.digest import GroupDigest, digest, problem
 from asyncrl.replay.exits import Exits
-from asyncrl.replay.ledger import Entry, Lease, Ledger, State
+from asyncrl.replay.ledger import Entry, Lease, Ledger, State, num_bytes
 from asyncrl.replay.limits import Limits
+from asyncrl.replay.patience import Patience
 from asyncrl.replay.recovery import Recovery
+from asyncrl.replay.room import Room
 from asyncrl.replay.tally import Tally
-from asyncrl.types import Group, ModelInfo
+from asyncrl.types import ModelInfo, Version
+from asyncrl.wire import GroupHead
 
 log = logging.getLogger(__name__)
 
+MAX_LOGGED = 20
+"""Refusals of one kind that are logged; later ones are only counted."""
+
 
 class Put(NamedTuple):
-    """What became of a group. admitted, known: keep it until resolved. resolved, refused: forget it."""
+    """What became of a group. admitted, known: keep it until resolved. resolved, refused: forget it.
 
-    status: Literal["admitted", "known", "resolved", "refused"]
+    no_room: keep it, and send it again when it is asked for.
+    """
+
+    status: Literal["admitted", "known", "no_room", "resolved", "refused"]
     reason: str = ""
 
 
@@ -39,13 +46,15 @@ class Intake:
     tally: Tally
     exits: Exits
     recovery: Recovery
+    room: Room
+    patience: Patience
     model: ModelInfo | None
 
     def last_attempt(self, entry: Entry) -> int:
         """The highest attempt that can exist; an earlier process may have leased oftener than it could save."""
         return entry.attempt + (self.limits.max_attempts if entry.restored else 0)
 
-    def put(self, group: Group, payload: Sequence[Buffer], sender: str, closed: bool) -> Put:
+    def put(self, group: GroupHead, payload: Sequence[Buffer], sender: str, closed: bool) -> Put:
         """A finished group with its frames. Once per group id; the first result wins, late or not."""
         self.recovery.came(group.group_id, sender)
         entry = self.ledger.entries.get(group.group_id)
@@ -55,50 +64,78 @@ class Intake:
             return self._refuse(None, group, sender, "unknown_group", "it was never leased here")
         if entry.state in (State.QUEUED, State.TAKEN):
             if entry.sender == sender and not entry.payload and digest(group) == entry.digest:
-                self.ledger.refill(entry, payload)
-                return Put("known")
+                return self._refill(entry, payload)
             return self._known("known" if entry.sender == sender else "resolved")
+        if entry.state is State.KEPT:
+            same = entry.sender == sender and digest(group) == entry.digest
+            return self._admit(entry, payload) if same else self._known("resolved")
         if group.attempt < entry.min_attempt:
             return self._known("resolved")
         found = self._problem(entry, group)
         if found is not None:
             return self._refuse(entry, group, sender, *found)
-        d = digest(group)
+        d, size = digest(group), num_bytes(payload)
         entry.attempt = max(entry.attempt, group.attempt)
-        left = self._unusable(entry, d, sender)
+        self.patience.note(group.seconds)
+        left = self._unusable(entry, d, sender, size)
         if left is not None:
             return left
         if not _is_result_of(entry.lease, group.attempt, sender):
             self.tally.count("late_result")
             self.exits.cancel(entry)
-        self.ledger.store(entry, d, payload, sender)
+        if len(group.trajectories) < self.limits.group_size:
+            self.tally.count("partial")
+        self.ledger.finish(entry, d, size, sender)
+        return self._admit(entry, payload)
+
+    def _admit(self, entry: Entry, payload: Sequence[Buffer]) -> Put:
+        """Into the queue, if there is room for its payload."""
+        if not self.room.make(entry):
+            return self._no_room(entry)
+        self.ledger.store(entry, payload)
+        self.tally.peak_bytes = max(self.tally.peak_bytes, self.ledger.num_bytes)
         return Put("admitted")
 
-    def _problem(self, entry: Entry, group: Group) -> tuple[str, str] | None:
+    def _refill(self, entry: Entry, payload: Sequence[Buffer]) -> Put:
+        """The payload of a group in a take of an earlier process: before all that is only queued."""
+        entry.size = num_bytes(payload)
+        if not self.room.make(entry):
+            return self._no_room(entry)
+        self.ledger.refill(entry, payload)
+        self.tally.peak_bytes = max(self.tally.peak_bytes, self.ledger.num_bytes)
+        return Put("known")
+
+    def _no_room(self, entry: Entry) -> Put:
+        self.tally.count("no_room")
+        entry.asked_at = entry.told_at = None
+        return Put("no_room")
+
+    def _problem(self, entry: Entry, group: GroupHead) -> tuple[str, str] | None:
         if not 1 <= group.attempt <= self.last_attempt(entry):
             return "unknown_attempt", f"attempt {group.attempt} of {entry.attempt}"
         prompt = self.ledger.prompts[entry.index]
-        if group.prompt.prompt_id != prompt.prompt_id or not np.array_equal(group.prompt.token_ids, prompt.token_ids):
+        if group.prompt.prompt_id != prompt.prompt_id or group.prompt.token_ids != prompt.token_ids.tolist():
             return "wrong_prompt", f"prompt {group.prompt.prompt_id!r} is not the leased one"
-        for t in group.trajectories:
-            for s in t.segments:
-                if self.clock.unknown(s.version):
-                    return "future_version", f"sampled under {s.version}, the newest is {self.clock.newest}"
-        return problem(group, self.limits.group_size, self.model)
+        for v in {segment[:2] for t in group.trajectories for segment in t.segments}:
+            if self.clock.unknown(Version(*v)):
+                return "future_version", f"sampled under {Version(*v)}, the newest is {self.clock.newest}"
+        return problem(group, self.limits.fewest_responses, self.limits.group_size, self.model)
 
     def _known(self, status: Literal["known", "resolved"]) -> Put:
         self.tally.count("duplicate")
         return Put(status)
 
-    def _refuse(self, entry: Entry | None, group: Group, sender: str, reason: str, why: str) -> Put:
+    def _refuse(self, entry: Entry | None, group: GroupHead, sender: str, reason: str, why: str) -> Put:
         self.tally.count(reason)
-        log.warning("group %s of %s refused (%s): %s", group.group_id, sender, reason, why)
+        # A broken peer repeats itself, and its words are its own.
+        if self.tally.counters[reason] <= MAX_LOGGED:
+            log.warning("group %.100s of %.100s refused (%s): %.500s", group.group_id, sender, reason, why)
         if entry is not None and _is_result_of(entry.lease, group.attempt, sender):
             self.exits.give_back(entry)
         return Put("refused", f"{reason}: {why}")
 
-    def _unusable(self, entry: Entry, d: GroupDigest, sender: str) -> Put | None:
-        """What can train nothing leaves at once: too old, without a loss token, or without a lesson."""
+    def _unusable(self, entry: Entry, d: GroupDigest, sender: str, size: int) -> Put | None:
+        """What can train nothing leaves at once: too old, without a loss token, without a lesson, too large."""
         lost = any(self.clock.lost(v) for v in d.versions)
         if d.versions and (lost or d.last_update(self.limits.stale, self.limits.max_lag) < self.clock.update):
             reason = "lost_version" if lost else "stale"
@@ -109,11 +146,23 @@ class Intake:
                 self.tally.leave_out(d, self.clock.update)
             return Put("resolved", reason)
         flat = self.limits.zero_variance == "refill" and d.zero_variance
-        if flat or not d.versions:
-            self.exits.cancel(entry, but=d.attempt)
-            self.exits.drop(entry, "zero_variance" if d.versions else "no_tokens")
-            return Put("resolved", "zero_variance" if d.versions else "no_tokens")
+        if not d.versions:
+            return self._give_up(entry, d, "no_tokens")
+        if flat:
+            return self._give_up(entry, d, "zero_variance")
+        if size > self.limits.share_bytes:
+            log.warning(
+                "a group of %d bytes does not fit: replay.capacity_bytes has %d for each group of a take; raise it",
+                size,
+                self.limits.share_bytes,
+            )
+            return self._give_up(entry, d, "too_large")
         return None
+
+    def _give_up(self, entry: Entry, d: GroupDigest, reason: str) -> Put:
+        self.exits.cancel(entry, but=d.attempt)
+        self.exits.drop(entry, reason)
+        return Put("resolved", reason)
 
 
 def _is_result_of(lease: Lease | None, attempt: int, sender: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which group is where: every open group is pending, leased, queued or taken; every other is resolved.
+"""Which group is where: every open group is pending, leased, kept, queued or taken; every other is resolved.
 
 Moves and totals go through here only, so the number of groups in flight cannot drift from the truth.
 Knows no version and no age.
@@ -23,6 +23,7 @@ class State(enum.StrEnum):
 
     PENDING = "pending"  # waits to be leased again
     LEASED = "leased"
+    KEPT = "kept"  # finished, but its generator keeps the payload: there was no room
     QUEUED = "queued"
     TAKEN = "taken"  # in a take, not yet committed
 
@@ -44,8 +45,16 @@ class Lease:
 class Entry:
     """One open group. attempt counts its leases; results of attempts below min_attempt are void.
 
-    restored: an earlier process opened it, and may have leased it oftener than it could save.
+    restored: an earlier process opened it, and may have leased it oftener than it could save. num_bytes is what
+    its payload takes here now, size what it takes when it is here. asked_at, told_at: when a kept payload was asked for
+    first and last. orphan: its generator died, so the payload here is the only copy.
     """
+
+    @property
+    def age(self) -> tuple[Version, int]:
+        """Sorts finished groups, the oldest first: lowest token version, then arrival."""
+        assert self.digest is not None
+        return self.digest.oldest, self.arrived
 
     group_id: str
     index: int
@@ -57,10 +66,14 @@ class Entry:
     digest: GroupDigest | None = None
     payload: tuple[Buffer, ...] = ()
     num_bytes: int = 0
+    size: int = 0
     sender: str = ""
     arrived: int = 0
     take_id: int = -1
     restored: bool = False
+    asked_at: float | None = None
+    told_at: float | None = None
+    orphan: bool = False
 
 
 class Taken(NamedTuple):
@@ -99,6 +112,7 @@ class Ledger:
         self.pending: dict[str, Entry] = {}
         self._fresh: dict[str, Entry] = {}
         self.num_bytes = 0
+        self.kept_bytes = 0
         self.largest_bytes = 0
         self._counts: Counter[State] = Counter()
         self._arrivals = 0
@@ -109,12 +123,16 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Groups leased, queued or taken and not yet resolved: `a` of the admission rule."""
+        """Groups leased, kept, queued or taken and not yet resolved: `a` of the admission rule."""
         return len(self.entries) - self._counts[State.PENDING]
 
     def of_state(self, state: State) -> list[Entry]:
         """Entries in a state."""
         return [e for e in self.entries.values() if e.state is state]
+
+    def by_age(self, *states: State) -> list[Entry]:
+        """Finished groups, the oldest first."""
+        return sorted((e for e in self.entries.values() if e.state in states), key=lambda e: e.age)
 
     def next_entry(self) -> Entry:
         """The group to lease next: one that must be leased again, else the next prompt.
@@ -130,6 +148,7 @@ class Ledger:
         """Change an entry's state. The payload is dropped on the way back to pending."""
         self._counts[entry.state] -= 1
         self._counts[state] += 1
+        self.kept_bytes += entry.size * ((state is State.KEPT) - (entry.state is State.KEPT))
         self.pending.pop(entry.group_id, None)
         self._fresh.pop(entry.group_id, None)
         entry.state = state
@@ -139,23 +158,42 @@ class Ledger:
             self.pending[entry.group_id] = entry
             self._forget_payload(entry)
 
-    def store(self, entry: Entry, digest: GroupDigest, payload: Sequence[Buffer], sender: str) -> None:
-        """Put a result into the queue."""
+    def finish(self, entry: Entry, digest: GroupDigest, size: int, sender: str) -> None:
+        """A result of that many bytes came; `store` holds its payload, until then its generator keeps it."""
         self._arrivals += 1
-        entry.digest, entry.payload, entry.sender, entry.arrived = digest, tuple(payload), sender, self._arrivals
-        entry.num_bytes = sum(len(b) for b in payload)
-        self.num_bytes += entry.num_bytes
-        self.largest_bytes = max(self.largest_bytes, entry.num_bytes)
+        entry.digest, entry.size, entry.sender, entry.arrived = digest, size, sender, self._arrivals
+        self.largest_bytes = max(self.largest_bytes, size)
+        self.move(entry, State.KEPT)
+
+    def store(self, entry: Entry, payload: Sequence[Buffer]) -> None:
+        """Put the payload of a kept group into the queue."""
+        assert entry.state is State.KEPT
+        self._hold(entry, payload)
         self.move(entry, State.QUEUED)
+
+    def keep(self, entry: Entry) -> None:
+        """Let go of the payload of a queued group: its generator keeps it."""
+        assert entry.state is State.QUEUED
+        self._let_go(entry)
+        self.move(entry, State.KEPT)
 
     def resolve(self, entry: Entry) -> None:
         """Close a group for good."""
+        self.kept_bytes -= entry.size * (entry.state is State.KEPT)
         self._forget_payload(entry)
         self._counts[entry.state] -= 1
         self.pending.pop(entry.group_id, None)
         self._fresh.pop(entry.group_id, None)
         del self.entries[entry.group_id]
         self.cursor.resolve(entry.data_epoch, entry.index)
+
+    def reopen(self, group_id: str) -> bool:
+        """Open a closed group once more, to be leased from its first attempt on. False for any other."""
+        found = self.cursor.reopen(group_id)
+        if found is not None:
+            # Leased before, and results of then may still come: as good as what an earlier process gave out.
+            self._open(*found).restored = True
+        return found is not None
 
     def is_resolved(self, group_id: str) -> bool:
         """True for a group that was open once and is not any more."""
@@ -164,8 +202,7 @@ class Ledger:
     def refill(self, entry: Entry, payload: Sequence[Buffer]) -> None:
         """The payload of a group in a take came again."""
         assert entry.state is State.TAKEN and not entry.payload
-        entry.payload, entry.num_bytes = tuple(payload), sum(len(b) for b in payload)
-        self.num_bytes += entry.num_bytes
+        self._hold(entry, payload)
 
     def save(self) -> LedgerState:
         """Every open group, and the cursor with its reserve."""
@@ -201,9 +238,25 @@ class Ledger:
         self._counts[State.PENDING] += 1
         return entry
 
-    def _forget_payload(self, entry: Entry) -> None:
+    def _hold(self, entry: Entry, payload: Sequence[Buffer]) -> None:
+        entry.payload, entry.num_bytes = tuple(payload), num_bytes(payload)
+        entry.asked_at = entry.told_at = None
+        entry.orphan = False
+        self.num_bytes += entry.num_bytes
+
+    def _let_go(self, entry: Entry) -> None:
         self.num_bytes -= entry.num_bytes
-        entry.payload, entry.num_bytes, entry.digest, entry.take_id = (), 0, None, -1
+        entry.payload, entry.num_bytes = (), 0
+
+    def _forget_payload(self, entry: Entry) -> None:
+        self._let_go(entry)
+        entry.digest, entry.take_id, entry.size = None, -1, 0
+        entry.asked_at = entry.told_at = None
+
+
+def num_bytes(payload: Sequence[Buffer]) -> int:
+    """Size of a group's frames, the word for their kind included."""
+    return sum(map(len, payload))
 
 
 def _taken(entry: Entry) -> Taken:

@@ -33,6 +33,23 @@ class Limits:
     total_updates: int = 0
     group_bytes: int = 0
     seed: int = 0
+    patience: float = 3.0
+    on_timeout: Literal["reissue", "partial"] = "reissue"
+
+    @property
+    def take_groups(self) -> int:
+        """Groups of a whole take."""
+        return self.updates_per_take * self.groups_per_update
+
+    @property
+    def fewest_responses(self) -> int:
+        """Responses that a group must have."""
+        return min(2, self.group_size) if self.on_timeout == "partial" else self.group_size
+
+    @property
+    def share_bytes(self) -> int:
+        """Largest payload of a group: a whole take of such groups fits, so that the learner can always go on."""
+        return self.capacity_bytes // self.take_groups
 
 
 def limits_of(config: Config, group_bytes: int = 0) -> Limits:
@@ -53,6 +70,8 @@ def limits_of(config: Config, group_bytes: int = 0) -> Limits:
         total_updates=config.learner.updates,
         group_bytes=group_bytes,
         seed=config.run.seed,
+        patience=s.patience,
+        on_timeout=r.on_timeout,
     )
 
 
@@ -66,13 +85,27 @@ def group_bytes(config: Config, model: ModelInfo, prompts: Sequence[Prompt]) -> 
 
 
 def largest_group_bytes(config: Config, model: ModelInfo, prompt: int) -> int:
-    """As `group_bytes`, for a prompt of that many tokens. Two version segments per response."""
+    """As `group_bytes`, for a prompt of that many tokens.
+
+    A response has as many version segments as one update may use, or two: the counts of each are kept.
+    """
     tokens = config.sampling.max_new_tokens
     response = tokens * (4 + 4 + 1)  # ids, log-probs, loss mask
-    response += 2 * len(model.layers) * model.num_experts * (2 if tokens <= 65535 else 4)
+    s = config.staleness
+    segments = max(2, s.max_lag // s.sync_every + 1)
+    response += segments * len(model.layers) * model.num_experts * (2 if tokens <= 65535 else 4)
     if config.full_routes:
         response += (prompt + tokens) * len(model.layers) * model.top_k * model.route_dtype.itemsize
     return config.algorithm.group_size * (response + 128) + 4 * prompt + 512
+
+
+def largest_message(one_group: int, group_size: int) -> tuple[int, int]:
+    """(bytes, frames) that no message to replay exceeds: beyond them, a peer is no generator of this run.
+
+    Four times the largest expected group, because prompts beyond the first 256 may be longer. A group has two
+    frames and five arrays per response.
+    """
+    return max(2**22, 4 * one_group), 5 * group_size + 2
 
 
 def check_capacity(config: Config, one_group: int) -> None:

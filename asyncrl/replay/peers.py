@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,11 @@ from asyncrl.wire import SCHEMA, Hello, model_of
 
 BUSY_INTERVALS = 512
 
+MAX_GENERATORS = 2048
+"""Beyond these, the generators that are dead for longest are forgotten."""
+MAX_DISPLACED = 1024
+"""Processes that are remembered as displaced by a newer one of the same name."""
+
 _FIELDS = {
     "layers": "MoE layers",
     "num_experts": "experts",
@@ -24,8 +29,8 @@ _FIELDS = {
 }
 
 
-def objection(hello: Hello, model: ModelInfo | None) -> str:
-    """Why a peer may not take part, with both values and the remedy, or ""."""
+def objection(hello: Hello, model: ModelInfo | None, settings: Mapping[str, str] | None = None) -> str:
+    """Why a peer may not take part, with both values and the remedy, or "". settings: replay's own, by config key."""
     who = f"{hello.role} {hello.peer_id}"
     if hello.schema != SCHEMA:
         return wrong_schema(hello.schema)
@@ -41,7 +46,20 @@ def objection(hello: Hello, model: ModelInfo | None) -> str:
                 f"{who} has {words} {_short(a)}, replay has {_short(b)} from model.path; give model.path and "
                 "generator.model the same architecture and tokenizer in every role's config"
             )
+    for key, value in (settings or {}).items():
+        if hello.settings.get(key, value) != value:
+            return (
+                f"{who} has {key}={hello.settings[key]}, replay has {key}={value}; start every role of a run with the "
+                "same config files and overrides"
+            )
     return ""
+
+
+def displacement(role: str, name: str) -> str:
+    """What a process hears whose name was taken over by a newer one."""
+    if role == "generator":
+        return f"another generator joined as {name}; give each its own --id"
+    return f"another learner joined this run as {name}; a run has one learner: end one, or give it its own run.name"
 
 
 def wrong_schema(schema: int) -> str:
@@ -96,11 +114,22 @@ class Generator:
 
 
 class Peers:
-    """Peers by socket identity, generators by name."""
+    """Peers by socket identity, generators by name. Of two living processes of one name the newer one stays."""
 
     def __init__(self) -> None:
         self.known: dict[bytes, Peer] = {}
         self.generators: dict[str, Generator] = {}
+        self._displaced: deque[tuple[str, str]] = deque(maxlen=MAX_DISPLACED)
+
+    def displaced(self, hello: Hello) -> str:
+        """Why a process that says Hello again may not come back, or ""."""
+        return displacement(hello.role, hello.peer_id) if (hello.peer_id, hello.boot_id) in self._displaced else ""
+
+    def displace(self, identity: bytes, hello: Hello) -> list[Peer]:
+        """Forget other processes of that name; those that may still live at an address of their own."""
+        old = [p for p in self.known.values() if p.name == hello.peer_id and p.boot_id != hello.boot_id]
+        self._displaced.extend((p.name, p.boot_id) for p in old)
+        return [p for p in old if p.identity != identity]
 
     def join(self, identity: bytes, hello: Hello, now: float) -> bool:
         """Record a peer. True when a generator of this name was known from another boot: it restarted."""
@@ -112,9 +141,17 @@ class Peers:
         restarted = old is not None and old.boot_id != hello.boot_id
         if old is None or restarted:
             self.generators[hello.peer_id] = old = Generator(identity, hello.boot_id, now)
+            self._forget_dead()
         old.identity, old.last_seen, old.alive = identity, now, True
         old.held = Version(*hello.held) if hello.held is not None else old.held
         return restarted
+
+    def _forget_dead(self) -> None:
+        """A fleet that starts its generators under ever new names must not fill the memory."""
+        dead = sorted((g.last_seen, name) for name, g in self.generators.items() if not g.alive)
+        for _, name in dead[: max(0, len(self.generators) - MAX_GENERATORS)]:
+            identity = self.generators.pop(name).identity
+            self.known.pop(identity, None)
 
     def seen(self, identity: bytes, now: float) -> Peer | None:
         """Note a sign of life; None for a peer that never said Hello."""

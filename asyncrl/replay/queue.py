@@ -2,7 +2,7 @@
 
 No socket and no clock of its own: `now` is passed in, in seconds of any monotonic clock. The promise:
 what a take gives out for update u holds no group of which every token is older than u - max_lag
-(stale: mask), or no token older than that (stale: evict). Routes are bytes here.
+(stale: mask), or no token older than that (stale: evict, wait). Routes are bytes here.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import NamedTuple
 from asyncrl.arrays import Buffer
 from asyncrl.replay.admission import num_batches, refusal
 from asyncrl.replay.clock import Clock, ClockState
-from asyncrl.replay.digest import GroupDigest
 from asyncrl.replay.exits import Exits
 from asyncrl.replay.intake import Intake, Put
 from asyncrl.replay.ledger import Entry, Lease, Ledger, LedgerState, State
 from asyncrl.replay.limits import Limits
+from asyncrl.replay.patience import Patience
 from asyncrl.replay.recovery import Recovery
+from asyncrl.replay.room import Room
 from asyncrl.replay.takes import Candidate, Take, cut, select
 from asyncrl.replay.tally import Tally, TallyState
-from asyncrl.types import Group, ModelInfo, Prompt, Version
+from asyncrl.types import ModelInfo, Prompt, Version
+from asyncrl.wire import GroupHead
 
 _KEPT_TAKES = 64
 
@@ -34,13 +36,14 @@ class Grant(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """One group that a learner's batch used up, for the run's record."""
+    """One group that a learner's batch used up, for the run's record. epoch is the run epoch."""
 
     update: int
     epoch: int
     group_id: str
     generator_id: str
     outcome: str
+    batch: int = -1
 
 
 class QueueState(NamedTuple):
@@ -72,7 +75,10 @@ class ReplayQueue:
         self._takes: dict[int, Take] = {}
         self._retired_take = -1
         self._exits = Exits(limits, self.clock, self.ledger, self.tally)
-        self._intake = Intake(limits, self.clock, self.ledger, self.tally, self._exits, self.recovery, model)
+        self.room, self._patience = Room(limits, self.ledger, self.tally), Patience(limits, self.ledger, self.tally)
+        self._intake = Intake(
+            limits, self.clock, self.ledger, self.tally, self._exits, self.recovery, self.room, self._patience, model
+        )
 
     # --- the disk -------------------------------------------------------------------------------
 
@@ -109,6 +115,8 @@ class ReplayQueue:
             group_id, _, number = lease_id.rpartition("#")
             attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
             entry = self.ledger.entries.get(group_id)
+            if entry is not None and entry.digest is not None and entry.sender == generator_id:
+                entry.orphan = entry.orphan and not (lease_id in finished and entry.digest.attempt == attempt)
             if entry is None:
                 useless.append(lease_id)
             elif entry.state is State.TAKEN and not entry.payload and entry.sender == generator_id:
@@ -127,11 +135,12 @@ class ReplayQueue:
 
     # --- versions -------------------------------------------------------------------------------
 
-    def publish(self, version: Version) -> bool:
+    def publish(self, version: Version, undone: Iterable[Committed] = ()) -> bool:
         """The learner published a version. False when it is not newer than the newest (no effect).
 
-        A higher epoch is a resume: takes are dissolved, the clock goes to the version's update, and
-        groups or leases of versions that the resume threw away are evicted (lost_version).
+        A higher epoch is a resume: takes are dissolved, the clock goes to the version's update, groups or leases
+        of versions that the resume threw away are evicted (lost_version), and the groups of the commits that it
+        threw away are leased again (rolled_back).
         """
         epoch = self.clock.epoch
         if not self.clock.publish(version):
@@ -141,6 +150,9 @@ class ReplayQueue:
             for take_id in list(self._takes):
                 self.dissolve(take_id)
             self._retired_take = -1
+            for group_id in dict.fromkeys(c.group_id for c in undone):
+                if self.ledger.reopen(group_id):
+                    self.tally.count("rolled_back")
         self._exits.evict_old(self.clock.update)
         return True
 
@@ -200,29 +212,37 @@ class ReplayQueue:
             if entry.lease is not None and entry.lease.expires <= now:
                 self.tally.count("lease_expired")
                 self._exits.give_back(entry)
+        for entry in self.room.overdue(now, self.limits.lease_timeout_s):
+            self.give_up(entry)
 
     def generator_lost(self, generator_id: str, reason: str = "dead_generator") -> None:
-        """Give out again everything that a generator was sampling."""
+        """Give out again everything that a generator was sampling, and what it kept because there was no room."""
         self.recovery.lost(generator_id)
         for entry in self.ledger.of_state(State.LEASED):
             if entry.lease is not None and entry.lease.generator_id == generator_id:
                 self.tally.count(reason)
                 self._exits.give_back(entry)
+        for entry in [e for e in self.ledger.entries.values() if e.sender == generator_id]:
+            if entry.state is State.KEPT:
+                self.give_up(entry)
+            else:
+                entry.orphan = bool(entry.payload)
 
     # --- groups in ------------------------------------------------------------------------------
 
-    def put(self, group: Group, payload: Sequence[Buffer], sender: str) -> Put:
+    def put(self, group: GroupHead, payload: Sequence[Buffer], sender: str) -> Put:
         """A finished group with its frames. Once per group id; the first result wins, late or not."""
         return self._intake.put(group, payload, sender, self.closed)
 
     # --- groups out -----------------------------------------------------------------------------
 
-    def take(self, take_id: int, update: int) -> Take | None:
+    def take(self, take_id: int, update: int, now: float = 0.0) -> Take | None:
         """Freeze (once) the groups of updates update, update + 1, ...; None while there are too few.
 
         Oldest first: lowest token version, then age. There are M batches, or as many as the newest
-        version due by `update` and the end of the run allow. Raises ValueError for a take that
-        contradicts an earlier one.
+        version due by `update` and the end of the run allow. Under stale: wait it also waits, a bounded
+        time, for groups that no later take could use. Raises ValueError for a take that contradicts an
+        earlier one.
         """
         known = self._takes.get(take_id)
         if known is not None:
@@ -243,8 +263,13 @@ class ReplayQueue:
         for group_id in late:
             self._exits.evict(self.ledger.entries[group_id], "overtaken")
         if len(chosen) < count * size:
-            leased = self.ledger.count(State.LEASED)
+            leased, kept = self.ledger.count(State.LEASED), self.ledger.count(State.KEPT)
             self.waiting = f"{len(chosen)} of {count * size} groups for update {update}, {leased} leased"
+            self.waiting += f", {kept} kept by generators until there is room" * (kept > 0)
+            return None
+        why = self._patience.waits(take_id, update, count, now)
+        if why:
+            self.waiting = why
             return None
         batches = cut(chosen, update, count, size, (self.limits.seed, self.clock.epoch, update))
         tokens = tuple(tuple(self._tokens(i) for i in ids) for ids in batches)
@@ -291,8 +316,12 @@ class ReplayQueue:
         self.tally.count("lost_payload")
         self._exits.give_back(entry)
 
-    def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str]) -> list[Committed]:
+    def commit(
+        self, take_id: int, update: int, outcome: str, group_ids: Sequence[str], batch: int = 0
+    ) -> list[Committed]:
         """Resolve groups of a batch. update is the learner's clock after it; trained advanced it by one.
+
+        batch: how many batches the policy had used up before this one.
 
         Groups that are not in that take (committed before, dissolved by a resume) are counted and left
         alone. Raises ValueError on an unknown outcome.
@@ -310,7 +339,7 @@ class ReplayQueue:
                 self.tally.train(entry.digest, used_at, self.limits.max_lag)
             else:
                 self.tally.count("skipped")
-            done.append(Committed(used_at, self.clock.epoch, group_id, entry.digest.generator_id, outcome))
+            done.append(Committed(used_at, self.clock.epoch, group_id, entry.digest.generator_id, outcome, batch))
             self._exits.resolve(entry)
         self._changed = True
         self.clock.advance(update)
@@ -322,7 +351,7 @@ class ReplayQueue:
         for c in committed:
             entry = self.ledger.entries.get(c.group_id)
             if entry is not None:
-                self.commit(entry.take_id, c.update + (c.outcome == "trained"), c.outcome, [c.group_id])
+                self.commit(entry.take_id, c.update + (c.outcome == "trained"), c.outcome, [c.group_id], c.batch)
 
     def close(self) -> None:
         """The run is over: every open group is resolved and every lease cancelled."""
@@ -347,13 +376,10 @@ class ReplayQueue:
         assert d is not None
         return d.tokens
 
-    def _last_update(self, d: GroupDigest) -> int:
-        return d.last_update(self.limits.stale, self.limits.max_lag)
-
     def _candidates(self) -> list[Candidate]:
-        queued = [(e, e.digest) for e in self.ledger.of_state(State.QUEUED) if e.digest is not None]
-        queued.sort(key=lambda pair: (pair[1].oldest, pair[0].arrived))
-        return [Candidate(e.group_id, self._last_update(d)) for e, d in queued]
+        stale, max_lag = self.limits.stale, self.limits.max_lag
+        queued = self.ledger.by_age(State.QUEUED)
+        return [Candidate(e.group_id, d.last_update(stale, max_lag)) for e in queued if (d := e.digest) is not None]
 
     def _remember(self, take: Take) -> None:
         self._takes[take.take_id] = take

@@ -5,6 +5,8 @@ One process, one poller loop, no torch.
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import logging
 import signal
 import threading
@@ -14,10 +16,11 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.config import Config
+from asyncrl.errors import RunError
 from asyncrl.models.describe import describe
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.limits import check_capacity, group_bytes, limits_of
+from asyncrl.replay.limits import check_capacity, group_bytes, largest_message, limits_of
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.service import ReplayServer
 from asyncrl.replay.snapshot import SnapshotFile, fingerprint
@@ -26,6 +29,8 @@ from asyncrl.transport.rendezvous import publish_address
 from asyncrl.transport.sockets import Server
 
 log = logging.getLogger(__name__)
+
+LOCK = "replay.lock"
 
 
 @contextmanager
@@ -47,12 +52,41 @@ def _stop_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def only_one(run_dir: Path) -> Iterator[None]:
+    """Hold the lock of run_dir, which ends with this process. Raises RunError when another one holds it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / LOCK, "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise RunError(
+                f"another replay serves the run folder {run_dir}; end it, or choose another run.name for this one"
+            ) from exc
+        yield
+
+
 def run(config: Config, run_dir: Path) -> None:
     """The replay role: serves until the run is over (Done and evaluations) or SIGTERM.
 
     Writes run_dir/replay.address once it is bound. Goes on from run_dir/replay.snapshot, if there is one.
-    Raises ConfigError, TaskError, RunError or TransportError.
+    Raises ConfigError, TaskError, RunError or TransportError; RunError also when nothing could progress.
     """
+    with only_one(run_dir):
+        _serve(config, run_dir)
+
+
+def collect_rarely() -> None:
+    """Keep the garbage collector from walking every group that waits, each time that a few hundred objects came.
+
+    Groups have no cycles; this is a third of the time to decode one.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+
+
+def _serve(config: Config, run_dir: Path) -> None:
     task = build(config.task, config.model.path)
     model = describe(config.model.path)
     one_group = group_bytes(config, model, task.train)
@@ -68,13 +102,15 @@ def run(config: Config, run_dir: Path) -> None:
         lease_timeout_s=config.replay.lease_timeout_s,
         max_attempts=config.replay.max_attempts,
     )
-    run_dir.mkdir(parents=True, exist_ok=True)
     snapshots = SnapshotFile(run_dir, fingerprint(config, model))
     snapshot = snapshots.read()
     address = run_dir / "replay.address"
     address.unlink(missing_ok=True)
     r = config.replay
-    socket = Server(r.bind, r.security, keys=r.keys, refused=queue.tally.counters)
+    max_bytes, max_frames = largest_message(one_group, config.algorithm.group_size)
+    socket = Server(
+        r.bind, r.security, keys=r.keys, refused=queue.tally.counters, max_bytes=max_bytes, max_frames=max_frames
+    )
     journal = Journal(run_dir)
     try:
         server = ReplayServer(
@@ -82,17 +118,24 @@ def run(config: Config, run_dir: Path) -> None:
             evaluations,
             socket,
             heartbeat_timeout_s=config.replay.heartbeat_timeout_s,
+            watchdog_s=config.run.watchdog_s,
+            settings=config.shared_settings(),
             journal=journal,
             snapshots=snapshots,
         )
         if snapshot is not None:
             server.resume(snapshot)
+        else:
+            journal.begin()
         server.save()
+        collect_rarely()
         with _stop_signals() as stop:
             publish_address(address, socket.address)
             log.info("serving at %s", socket.address)
             while not (stop.is_set() or server.over):
                 server.step()
+        if server.failure:
+            raise RunError(server.failure)
         if server.finished:
             snapshots.remove()
         log.info("stopped: %s", "the run is over" if server.over else "signal")

@@ -6,10 +6,11 @@ Decides nothing about age or order (the queue does) and imports no torch.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from asyncrl import wire
 from asyncrl.errors import WireError
@@ -17,10 +18,12 @@ from asyncrl.replay.desk import Desk
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.ledger import Lease
-from asyncrl.replay.peers import Peer, Peers, foreign_schema, objection, wrong_schema
+from asyncrl.replay.peers import Peer, Peers, displacement, foreign_schema, objection, wrong_schema
+from asyncrl.replay.publications import Publications
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.snapshot import Snapshot, SnapshotFile
 from asyncrl.replay.state import state
+from asyncrl.replay.watchdog import Watchdog, look
 from asyncrl.transport.sockets import Server
 from asyncrl.types import Version
 
@@ -46,6 +49,8 @@ class ReplayServer:
         socket: Server,
         *,
         heartbeat_timeout_s: float = 15.0,
+        watchdog_s: float = math.inf,
+        settings: Mapping[str, str] | None = None,
         journal: Journal | None = None,
         snapshots: SnapshotFile | None = None,
         now: Callable[[], float] = time.monotonic,
@@ -53,12 +58,16 @@ class ReplayServer:
         self.queue, self.evaluations, self.socket, self.peers = queue, evaluations, socket, Peers()
         self._heartbeat_timeout_s, self._journal, self._now = heartbeat_timeout_s, journal, now
         self._desk = Desk(queue)
+        self._versions = Publications(queue, evaluations, self._desk, journal)
+        self._watchdog, self._settings = Watchdog(watchdog_s, now()), settings
+        self.failure = ""
+        """Why the watchdog ended the run."""
         self._snapshots = snapshots
         self._boot, self._restarts = uuid.uuid4().hex, 0
         self._saved: tuple[set[str], str, int] = (set(), "", 0)
-        self._source = ""
         self._logged: set[str] = set()
         self._owed: dict[str, list[str]] = {}
+        self._admitted: dict[str, list[str]] = {}
         self._ticked = 0.0
         self._done_at: float | None = None
         self._finished_at: float | None = None
@@ -68,11 +77,10 @@ class ReplayServer:
     def resume(self, snapshot: Snapshot) -> None:
         """Go on where an earlier process was killed: its snapshot, and what it committed since."""
         now = self._now()
-        self._restarts, self._source = snapshot.restarts + 1, snapshot.source
+        self._restarts, self._versions.source = snapshot.restarts + 1, snapshot.source
         self.queue.load(snapshot.queue)
         self.evaluations.load(snapshot.evaluations)
-        if self._journal is not None:
-            self.queue.repeat(self._journal.since(snapshot.journal_bytes))
+        self._versions.repeat(snapshot.journal_bytes)
         if snapshot.done:
             self._done_at = now
             self.evaluations.finish(self.queue.clock.newest, now)
@@ -83,15 +91,15 @@ class ReplayServer:
         """Write the snapshot if the last one is out of date, before anybody hears why."""
         alive = {name for name, g in self.peers.generators.items() if g.alive}
         names, source, evaluations = self._saved
-        current = alive <= names and source == self._source and evaluations == len(self.evaluations.finished)
+        current = alive <= names and source == self._versions.source and evaluations == len(self.evaluations.finished)
         if self._snapshots is None or (current and not self.queue.unsaved):
             return
-        self._saved = alive, self._source, len(self.evaluations.finished)
+        self._saved = alive, self._versions.source, len(self.evaluations.finished)
         self._snapshots.write(
             restarts=self._restarts,
             queue=self.queue.save(),
             evaluations=self.evaluations.save(),
-            source=self._source,
+            source=self._versions.source,
             generators=sorted(alive),
             done=self._done_at is not None,
             journal_bytes=self._journal.num_bytes if self._journal is not None else 0,
@@ -116,6 +124,7 @@ class ReplayServer:
             self._ticked = now
             self._tick(now)
         note = f"newest version {self.queue.clock.newest}, {self.peers.num_alive} generators alive"
+        note += f"; first failure: {self._watchdog.cause}" if self._watchdog.cause else ""
         replies = self._desk.answers(now, note)
         self.save()
         for identity, reply in replies:
@@ -150,7 +159,7 @@ class ReplayServer:
 
     def _from_generator(self, peer: Peer, message: wire.Message, now: float) -> None:
         if self._stopped_at is not None:
-            self._send(peer, wire.Stop("the run is over"))
+            self._send(peer, wire.Stop(self.failure or "the run is over"))
             return
         match message:
             case wire.LeaseRequest():
@@ -163,8 +172,13 @@ class ReplayServer:
                 if self.queue.clock.unknown(Version(*version)):
                     raise ValueError(f"evaluation answers of version {Version(*version)}, which was never published")
                 self.evaluations.put(message)
+                self._watchdog.progress(now)
             case wire.Failed(lease_id=lease_id, reason=reason):
-                if not (
+                self._watchdog.failed(f"{peer.name}: {reason[:500]}", now)
+                if not lease_id:
+                    log.warning("generator %s: %s", peer.name, reason[:500])
+                    self.queue.tally.count_foreign("generator", reason)
+                elif not (
                     self.queue.fail(peer.name, lease_id, reason) or self.evaluations.fail(peer.name, lease_id, reason)
                 ):
                     self.queue.tally.count("late_failure")
@@ -172,17 +186,22 @@ class ReplayServer:
                 raise ValueError(f"a generator may not send {type(message).__name__}")
 
     def _from_learner(self, peer: Peer, message: wire.Message, now: float) -> None:
+        if self.failure:
+            self._send(peer, wire.Stop(self.failure))
+            return
         match message:
             case wire.Take():
+                self._watchdog.asked(now)
                 self._desk.park(peer.identity, message, now)
-            case wire.Commit(take_id=take_id, update=update, outcome=outcome, group_ids=group_ids, seq=seq):
-                committed = self.queue.commit(take_id, update, outcome, group_ids)
+            case wire.Commit(take_id, update, outcome, group_ids, seq, batch):
+                committed = self.queue.commit(take_id, update, outcome, group_ids, batch)
                 if self._journal is not None:
                     self._journal.write(committed)
+                self._watchdog.progress(now)
                 self.save()
                 self._send(peer, wire.Ack([], group_ids, seq))
-            case wire.Published(epoch=epoch, update=update, source=source, seq=seq):
-                self._published(Version(epoch, update), source, now)
+            case wire.Published(epoch, update, source, seq, batches):
+                self._published(Version(epoch, update), source, batches, now)
                 self._send(peer, wire.Ack([], [], seq))
             case wire.Done(seq=seq):
                 if self._done_at is None:
@@ -195,10 +214,14 @@ class ReplayServer:
                 raise ValueError(f"a learner may not send {type(message).__name__}")
 
     def _hello(self, identity: bytes, hello: wire.Hello, now: float) -> None:
-        why = objection(hello, self.queue.model)
+        why = objection(hello, self.queue.model, self._settings) or self.peers.displaced(hello)
         if why:
             log.warning("refused a peer: %s", why)
             return self._refuse(identity, "refused_peer", why)
+        for old in self.peers.displace(identity, hello):
+            self._send(old, wire.Refused(displacement(old.role, old.name)))
+        if not any((p.name, p.boot_id) == (hello.peer_id, hello.boot_id) for p in self.peers.known.values()):
+            log.info("%s joined", hello.peer_id)  # asyncrl.remote waits for these lines
         if self.peers.join(identity, hello, now):
             self._lost(hello.peer_id, "restarted_generator")
         self._desk.forget_all_but(set(self.peers.known))
@@ -212,7 +235,7 @@ class ReplayServer:
             kept = [i.rpartition("#")[0] for i in set(useless) & set(hello.kept)]
             self._send(self.peers.known[identity], wire.Ack([], kept))
             self._send(self.peers.known[identity], wire.Cancel(useless))
-        newest = (*clock.newest, self._source) if clock.newest is not None else None
+        newest = (*clock.newest, self._versions.source) if clock.newest is not None else None
         self._send(self.peers.known[identity], wire.Welcome(clock.epoch, clock.update, newest, self._boot))
 
     def _lease(self, peer: Peer, request: wire.LeaseRequest, now: float) -> None:
@@ -237,21 +260,22 @@ class ReplayServer:
             return self._rejoin(identity)
         if peer.role != "generator":
             raise ValueError("groups come from generators")
-        group = wire.decode_group(frames)
+        group = wire.read_group(frames)
         status, _ = self.queue.put(group, frames, peer.name)
-        keep = status in ("admitted", "known")
-        self._send(peer, wire.Ack([group.group_id], []) if keep else wire.Ack([], [group.group_id]))
+        if status == "admitted":
+            self._watchdog.progress(now)
+        if status == "no_room":
+            self._send(peer, wire.Hold([group.group_id]))
+            return
+        told = self._admitted if status in ("admitted", "known") else self._owed
+        told.setdefault(peer.name, []).append(group.group_id)
 
-    def _published(self, version: Version, source: str, now: float) -> None:
-        if min(version) < 0:
-            raise ValueError(f"version {version} is negative")
-        if not self.queue.publish(version):
-            # A learner that has just begun again may publish the same version from another place.
-            self._source = source if version == self.queue.clock.newest else self._source
-            return self.save()
-        self._source = source
-        self.evaluations.publish(version)
+    def _published(self, version: Version, source: str, batches: int, now: float) -> None:
+        newer = self._versions.announce(version, source, batches)
         self.save()
+        if not newer:
+            return
+        self._watchdog.progress(now)
         for name, generator in self.peers.generators.items():
             generator.told_at = now
             self._tell(name, wire.NewVersion(version.epoch, version.update, source))
@@ -266,6 +290,8 @@ class ReplayServer:
 
     def _tick(self, now: float) -> None:
         self.queue.expire(now)
+        for name, group_id in self.queue.room.ask(now):
+            self._tell(name, wire.Send([group_id]))
         for name in self.peers.silent(now, self._heartbeat_timeout_s):
             log.warning(
                 "generator %s was silent for %g s; its leases are given out again", name, self._heartbeat_timeout_s
@@ -275,14 +301,29 @@ class ReplayServer:
             self.evaluations.tick(self.queue.clock.newest, self.peers.held(), now)
         if self.finished and self._finished_at is None:
             self._finished_at = now
-        if self._finished_at is None or self._stopped_at is not None:
+        if self._stopped_at is not None:
             return
-        if self._fetched or now - self._finished_at > FETCH_S:
+        if self._done_at is None:
+            self._watch(now)
+        elif self._finished_at is not None and (self._fetched or now - self._finished_at > FETCH_S):
             self._stopped_at = now
             for name in self.peers.generators:
                 self._tell(name, wire.Stop("the run is over"))
 
+    def _watch(self, now: float) -> None:
+        """End a run in which nothing can progress; everybody hears why. The snapshot stays."""
+        verdict = self._watchdog.check(look(self.queue, self.peers, self._desk.waits), now)
+        if verdict.warning:
+            log.warning("%s", verdict.warning)
+        if verdict.stop:
+            self._stopped_at, self.failure = now, verdict.stop
+            self._desk.forget_all_but(set())
+            for peer in self.peers.known.values():
+                self._send(peer, wire.Stop(verdict.stop))
+
     def _lost(self, name: str, reason: str) -> None:
+        why = "it fell silent" if reason == "dead_generator" else "it ended and was started again"
+        self._watchdog.failed(f"{name}: {why}", self._now())
         self.queue.generator_lost(name, reason)
         self.evaluations.generator_lost(name)
 
@@ -293,16 +334,21 @@ class ReplayServer:
         newest = self.queue.clock.newest
         if newest is not None and held < newest and now - generator.told_at >= TELL_S:
             generator.told_at = now
-            self._send(peer, wire.NewVersion(newest.epoch, newest.update, self._source))
+            self._send(peer, wire.NewVersion(newest.epoch, newest.update, self._versions.source))
 
     # --- sending --------------------------------------------------------------------------------
 
     def _notify(self) -> None:
-        """Tell senders which groups are resolved, and generators which leases are void."""
+        """Tell senders which groups are here and which are resolved, and generators which leases are void."""
         for name, group_id in self.queue.drain_resolved():
             self._owed.setdefault(name, []).append(group_id)
-        # What cannot be delivered now stays owed: the sender keeps its groups until it hears of them.
-        self._owed = {n: ids for n, ids in self._owed.items() if not self._tell(n, wire.Ack([], ids))}
+        # One message for all that a poll brought. What cannot be delivered now stays owed: the sender keeps its
+        # groups until it hears that they are resolved, and sends them again until it hears that they are here.
+        owed, self._owed, admitted, self._admitted = self._owed, {}, self._admitted, {}
+        for name in owed.keys() | admitted.keys():
+            told = self._tell(name, wire.Ack(admitted.get(name, []), owed.get(name, [])))
+            if not told and name in owed and name in self.peers.generators:
+                self._owed[name] = owed[name]
         cancelled = self.queue.drain_cancelled() + self.evaluations.drain_cancelled()
         for name in {n for n, _ in cancelled}:
             self._tell(name, wire.Cancel([lease_id for n, lease_id in cancelled if n == name]))
@@ -333,7 +379,7 @@ class ReplayServer:
 
     def _log_once(self, text: str) -> None:
         """Log each kind of text once: a broken peer repeats itself."""
-        key = re.sub(r"\d+", "#", text)[:80]
+        key = re.sub(r"b'.*?'|b\".*?\"|\d+", "#", text)[:80]
         if key not in self._logged and len(self._logged) < 256:
             self._logged.add(key)
             log.warning("%s (this kind is logged once and counted)", text[:500])

@@ -29,6 +29,9 @@ class TallyState(NamedTuple):
     left_out: SumsState
     trained: SumsState
     dropped: list[tuple[str, str]]
+    waits: int
+    wait_s: float
+    peak_bytes: int
 
 
 class Sums:
@@ -67,6 +70,10 @@ class Tally:
         self.trained = Sums()
         self.dropped: deque[tuple[str, str]] = deque(maxlen=100)
         """Last groups that were given up, as (group_id, reason)."""
+        self.waits, self.wait_s = 0, 0.0
+        """Takes that waited for groups about to become too old, and how long."""
+        self.peak_bytes = 0
+        """Most payload that was ever held at once."""
 
     def count(self, reason: str) -> None:
         """Count an event whose reason is ours."""
@@ -98,7 +105,9 @@ class Tally:
     def save(self) -> TallyState:
         """All of it."""
         sums = self.left_out.save(), self.trained.save()
-        return TallyState(dict(self.counters), dict(self.idle), *sums, list(self.dropped))
+        return TallyState(
+            dict(self.counters), dict(self.idle), *sums, list(self.dropped), self.waits, self.wait_s, self.peak_bytes
+        )
 
     def load(self, state: TallyState) -> None:
         """Go on from there; the counters stay the same objects."""
@@ -110,6 +119,7 @@ class Tally:
         self.trained.load(state.trained)
         self.dropped.clear()
         self.dropped.extend(state.dropped)
+        self.waits, self.wait_s, self.peak_bytes = state.waits, state.wait_s, state.peak_bytes
 
     def drop(self, group_id: str, reason: str) -> None:
         """Remember which prompt was given up."""

@@ -65,15 +65,15 @@ class ReplaySection(Section):
     client: str = Field("client", pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=100)
     """Name of the client key pair in `keys` with which generators and the learner connect."""
     capacity_bytes: int = Field(2**31, ge=2**16)
-    """Cap on the payload of queued groups."""
+    """Hard cap on the payload that replay holds; a group larger than its share of a take is given up."""
     lease_timeout_s: Seconds = Field(120.0, ge=2)
     """A lease older than this is given out again. A group whose arrival was not confirmed is sent again after 5 s."""
     on_timeout: Literal["reissue", "partial"] = "reissue"
-    """A group that is unfinished near the end of its lease: give the prompt out again, or send what is finished."""
+    """A group unfinished at 0.8 of its lease: give the prompt out again, or send what is finished, if at least two."""
     heartbeat_timeout_s: Seconds = Field(15.0, ge=3)
     """A generator silent for this long is dead; its leases are given out again. It beats once a second."""
     max_attempts: Positive = 5
-    """Leases of one prompt before it is dropped and counted."""
+    """Leases of one prompt before it is dropped, counted and named in the log."""
 
 
 class WeightsSection(Section):

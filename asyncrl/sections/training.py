@@ -126,7 +126,8 @@ class LearnerSection(Section):
     """Torch threads per rank."""
     max_skipped_updates: Positive = 5
     """Skipped updates in a row (non-finite, or all filtered) that end the run."""
-    take_timeout_s: Seconds = Field(300.0, ge=10)
-    """Longest wait for a take before the learner gives up; longer than replay.heartbeat_timeout_s."""
+    take_timeout_s: Seconds = Field(900.0, ge=10)
+    """Longest wait for a take of a slow fleet before the learner gives up; keep it above run.watchdog_s, which comes
+    first when nothing can progress. Longer than replay.heartbeat_timeout_s."""
     collective_timeout_s: Seconds = Field(120.0, ge=10)
     """Timeout of a collective between ranks (rank 0 also commits and publishes in between)."""

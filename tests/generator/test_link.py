@@ -50,7 +50,7 @@ def test_a_stale_address_is_left_for_the_one_that_replay_publishes(tmp_path):
         serving = asyncio.create_task(asyncio.to_thread(serve_once, server))
         assert await until(link, lambda: link.welcomed)
         await serving
-        link.close()
+        await link.close()
 
     try:
         asyncio.run(go())
@@ -68,7 +68,7 @@ def test_a_replay_that_never_answers_is_an_error_that_names_the_address(tmp_path
             with pytest.raises(TransportError, match=r"127\.0\.0\.1:9 was silent"):
                 await until(link, lambda: False)
         finally:
-            link.close()
+            await link.close()
 
     asyncio.run(go())
 
@@ -94,7 +94,7 @@ def test_silence_is_met_with_a_ping_and_then_with_hello(tmp_path, monkeypatch):
         assert await until(link, lambda: link.welcomed)
         assert await until(link, lambda: not link.welcomed)
         await serving
-        link.close()
+        await link.close()
 
     try:
         asyncio.run(go())
@@ -102,6 +102,26 @@ def test_silence_is_met_with_a_ping_and_then_with_hello(tmp_path, monkeypatch):
         server.close()
     assert heard[0] == "LeaseRequest"
     assert heard[-1] == "Hello"
+
+
+def test_a_fixed_address_is_connected_to_without_a_file_and_before_anybody_serves_it():
+    server = Server("tcp://127.0.0.1:*")
+    address = server.address
+    server.close()
+
+    async def go():
+        link = Link(address, b"g0", hello, 30.0)
+        await link.hello()
+        server = Server(address)  # a replay that comes up, or comes back, at its fixed port
+        serving = asyncio.create_task(asyncio.to_thread(serve_once, server))
+        try:
+            assert await until(link, lambda: link.welcomed)
+            await serving
+        finally:
+            await link.close()
+            server.close()
+
+    asyncio.run(go())
 
 
 def test_a_replay_that_was_started_again_at_the_same_address_hears_hello_at_once(tmp_path):
@@ -128,7 +148,7 @@ def test_a_replay_that_was_started_again_at_the_same_address_hears_hello_at_once
         assert await until(link, lambda: heard.count("Hello") == 2)
         assert await until(link, lambda: link.welcomed)
         await serving
-        link.close()
+        await link.close()
 
     try:
         asyncio.run(go())

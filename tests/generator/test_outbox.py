@@ -40,3 +40,27 @@ def test_the_first_result_of_a_group_stays():
     assert not box.add("a", "a#2", [b"second"], 1.0)
     box.renew()
     assert box.due(2.0) == [[b"a"]]
+
+
+def test_what_replay_has_no_room_for_waits_until_it_is_asked_for():
+    box = outbox("a", "b")
+    box.hold(["a", "unknown"], 1.0)
+    assert box.due(6.5) == [[b"b"]] and box.due(30.0) == [[b"b"]]
+    # Kept on purpose: nothing that a generator on its way out has to wait for.
+    assert box.unconfirmed == [[b"b"]]
+    box.wanted(["a", "unknown"])
+    assert box.due(30.1) == [[b"a"]] and box.unconfirmed == [[b"a"], [b"b"]]
+
+
+def test_a_question_that_got_lost_costs_a_minute():
+    box = outbox("a")
+    box.hold(["a"], 1.0)
+    assert box.due(61.0) == [] and box.due(61.1) == [[b"a"]]
+
+
+def test_an_admitted_group_that_had_to_make_room_is_sent_when_it_is_asked_for():
+    box = outbox("a")
+    box.admitted(["a"])
+    assert box.due(100.0) == []
+    box.wanted(["a"])
+    assert box.due(100.1) == [[b"a"]]

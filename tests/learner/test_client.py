@@ -86,12 +86,12 @@ def test_a_replay_that_forgot_the_learner_hears_hello_version_and_request(connec
         return plain(message)
 
     client, replay = connect(answers)
-    client.published(Version(0, 4), "/w/4")
-    client.commit(0, 5, "trained", ["0/a"])
+    client.published(Version(0, 4), "/w/4", batches=6)
+    client.commit(0, 5, "trained", ["0/a"], batch=6)
     kinds = [type(m).__name__ for m in replay.heard]
     assert kinds == ["Hello", "Published", "Commit", "Hello", "Published", "Commit"]
-    assert (replay.heard[4].update, replay.heard[4].source) == (4, "/w/4")
-    assert replay.heard[2] == replay.heard[5]
+    assert (replay.heard[4].update, replay.heard[4].source, replay.heard[4].batches) == (4, "/w/4", 6)
+    assert replay.heard[2] == replay.heard[5] and replay.heard[2].batch == 6
 
 
 def test_a_replay_at_another_address_is_followed_and_told_the_newest_version(connect, tmp_path):
@@ -102,3 +102,29 @@ def test_a_replay_at_another_address_is_followed_and_told_the_newest_version(con
     client.done(8)
     new.end()
     assert [type(m).__name__ for m in new.heard] == ["Hello", "Published", "Done"]
+
+
+def test_a_version_is_announced_while_a_take_waits_and_the_take_is_asked_for_again(connect):
+    """On policy the take is ready only after the announcement, which comes from the same thread."""
+    heard = []
+
+    def answers(message):
+        heard.append(message)
+        published = any(isinstance(m, wire.Published) for m in heard)
+        if isinstance(message, wire.Take):
+            # Ready too early to be seen: what the announcement passes over must come again.
+            return [wire.TakeReply(message.take_id, True, "", [], [4], [])] if published else []
+        return plain(message)
+
+    client, replay = connect(answers)
+    left = [True]
+
+    def announce():
+        if not left:
+            return False
+        left.clear()
+        client.published(Version(0, 1), "/w/1")
+        return True
+
+    assert client.take(0, 1, 0, 1, 20.0, announce).bounds == [4]
+    assert [type(m).__name__ for m in replay.heard] == ["Hello", "Take", "Published", "Take"]

@@ -240,3 +240,24 @@ def test_dropped_responses_do_not_move_the_gradient_of_what_stays_under_retained
     stay = [float(a) for i, a in enumerate(out.advantages) if i != victim]
     assert stay == pytest.approx([1 / 3, -2 / 3, 1 / 3])
     assert float(out.advantages[victim]) == 0
+
+
+def test_a_group_of_seven_trains_on_its_own_seven_rewards(model_dir, world):
+    # replay.on_timeout: partial: the eighth response never ended.
+    info = describe(model_dir)
+    whole, short = make_groups(info, 2, 8, seed=3)
+    short = replace(short, trajectories=short.trajectories[:7])
+    rewards = [1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0]
+    groups = with_rewards([whole, short], rewards)
+    config, policy, updater = setup(model_dir, world, algorithm={"rdc": {"mode": "off"}, "group_size": 8})
+    before = weights(policy)
+    outcome = go(config, policy, updater, groups, world, model_dir)
+    assert outcome.step.outcome == "stepped" and not same(before, weights(policy))
+    by_id = {n[0]: float(a) for n, a in zip(outcome.table.names, outcome.advantages, strict=True)}
+    assert len(by_id) == 15
+    seven = torch.tensor(rewards[8:], dtype=torch.float64)
+    expected = (seven - seven.mean()) / (seven.std() + 1e-6)
+    got = [by_id[t.trajectory_id] for t in groups[1].trajectories]
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-5)
+    scalars = update_scalars(outcome, info)
+    assert scalars["policy/responses"] == 15 and scalars["policy/reward"] == pytest.approx(3 / 15)

@@ -12,7 +12,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from asyncrl.errors import RunError
-from asyncrl.metrics.sink import Sink, read_jsonl
+from asyncrl.metrics.sink import Sink, hold, read_jsonl, timeline
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,6 +88,32 @@ def test_after_a_resume_each_update_is_read_once(tmp_path):
     assert [(r["update"], r["policy/reward"]) for r in read_jsonl(tmp_path / "metrics.jsonl")] == expected
     assert points(tmp_path, "policy/reward") == expected
     assert len(read_jsonl(tmp_path / "metrics-1.jsonl")) == 10  # what was set aside is not lost
+
+
+def test_a_resumed_writer_appends_and_the_timeline_leaves_out_what_was_undone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Sink(tmp_path) as sink:
+        for update in range(4):
+            sink.write(update, {"policy/reward": float(update), "run/epoch": 0.0})
+            sink.write(update + 1, {"eval/version": update + 1.0, "eval/epoch": 0.0})
+    with path.open("a") as file:
+        file.write('{"update": 4, "ti')  # killed in the middle of a line
+    lock = hold(tmp_path)
+    with pytest.raises(RunError, match=r"run\.name"):
+        Sink(tmp_path)
+    with Sink(tmp_path, first_update=2, resumed=True, lock=lock) as sink:
+        sink.write(2, {"policy/reward": 2.5, "run/epoch": 1.0})
+        sink.write(2, {"policy/reward": 2.75, "run/epoch": 1.0})  # the first one was skipped
+        sink.write(3, {"eval/version": 3.0, "eval/epoch": 1.0})
+    assert not list(tmp_path.glob("metrics-*.jsonl"))
+    records = read_jsonl(path)
+    assert len(records) == 11
+    kept = timeline(records)
+    assert [(r["update"], r["policy/reward"]) for r in kept if "policy/reward" in r] == [
+        (0, 0.0), (1, 1.0), (2, 2.5), (2, 2.75)
+    ]  # fmt: skip
+    assert [(r["update"], r["eval/epoch"]) for r in kept if "eval/version" in r] == [(1, 0), (2, 0), (3, 1)]
+    assert [x for x, _ in points(tmp_path, "policy/reward")] == [0, 1, 2, 2]
 
 
 def test_what_was_written_survives_kill_9(tmp_path):

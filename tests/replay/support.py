@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from asyncrl import wire
+from asyncrl.arrays import Buffer
+from asyncrl.replay.intake import Put
 from asyncrl.replay.ledger import Lease
 from asyncrl.replay.limits import Limits
 from asyncrl.replay.queue import ReplayQueue
@@ -60,12 +63,17 @@ def make_queue(num_prompts: int = 1000, **changes: object) -> ReplayQueue:
     return queue
 
 
+def deliver(queue: ReplayQueue, group: Group, payload: Sequence[Buffer], sender: str) -> Put:
+    """Put a group as replay does that received it, with a payload of the test's choice."""
+    return queue.put(wire.read_group(wire.encode_group(group)), payload, sender)
+
+
 def fill(queue: ReplayQueue, count: int, *responses: Parts, held: int = 0, now: float = 0.0) -> list[str]:
     """Lease and answer `count` groups under version 0.`held`; their ids."""
     grant = queue.lease("g0", Version(0, held), count, now)
     assert len(grant.leases) == count, grant.idle
     for lease in grant.leases:
-        assert queue.put(answer(lease, *responses), [b"group", b"head", b"x" * 100], "g0").status == "admitted"
+        assert deliver(queue, answer(lease, *responses), [b"group", b"head", b"x" * 100], "g0").status == "admitted"
     return [lease.group_id for lease in grant.leases]
 
 

@@ -90,7 +90,8 @@ def test_result_by_hand():
             evals.put(result)
     assert evals.finished == [
         {
-            "eval_id": "0.0", "label": "0.0", "requested": "0.0", "status": "complete", "version": 0, "count": 4,
+            "eval_id": "0.0", "label": "0.0", "requested": "0.0", "status": "complete", "version": 0,
+                "epoch": 0, "count": 4,
             "response_length": 6.0, "truncated_fraction": 0.5, "sampled_accuracy": 0.5, "greedy_accuracy": 1.0,
         }
     ]  # fmt: skip

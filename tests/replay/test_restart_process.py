@@ -15,6 +15,7 @@ from asyncrl.generator.loop import Generator
 from asyncrl.learner.client import ReplayClient
 from asyncrl.models.describe import describe
 from asyncrl.replay.server import run
+from asyncrl.transport.sockets import Server
 from asyncrl.types import Group, Version
 from tests.replay.support import response
 from tests.replay.test_process import make_config
@@ -71,9 +72,10 @@ class Sampler:
 class Role(threading.Thread):
     """One generator on a loop of its own."""
 
-    def __init__(self, config, info, name):
+    def __init__(self, config, info, name, place=None):
         super().__init__(daemon=True)
         self.config, self.sampler = config, Sampler(name, info)
+        self.place = place or config.run_dir / "replay.address"
         self.generator, self.error = None, None
         self.start()
 
@@ -81,9 +83,9 @@ class Role(threading.Thread):
         asyncio.run(self.serve())
 
     async def serve(self):
-        self.generator = Generator(self.config, self.config.run_dir / "replay.address", self.sampler, self.sampler.name)
+        self.generator = Generator(self.config, self.place, self.sampler, self.sampler.name)
         (self.error,) = await asyncio.gather(self.generator.run(), return_exceptions=True)
-        self.generator.link.close()
+        await self.generator.link.close()
 
 
 @pytest.fixture
@@ -106,6 +108,37 @@ def train(client: ReplayClient, update: int) -> list[str]:
     if (update + 1) % 4 == 0:
         client.published(Version(0, update + 1), f"/w/{update + 1}")
     return ids
+
+
+def test_replay_behind_a_fixed_address_is_followed_without_a_file(tmp_path):
+    # Bound once to learn a free port: the restarts must get the very same one although connections to it linger.
+    probe = Server("tcp://127.0.0.1:*")
+    probe.close()
+    fixed = {"bind": probe.address, "connect": probe.address}
+    base = make_config(tmp_path)
+    config = base.model_copy(update={"replay": base.replay.model_copy(update=fixed)})
+    info = describe(config.model.path)
+    replay = Replay(config)
+    elsewhere = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path / "elsewhere")})})
+    fleet = [Role(elsewhere, info, name, probe.address) for name in ("g0", "g1")]
+    client = ReplayClient(probe.address, 0, info, 60.0)
+    client.published(Version(0, 0), "/w/0")
+    trained: list[str] = []
+    for update in range(12):
+        if update in (3, 7):
+            replay.kill()
+            replay.start()
+        trained += train(client, update)
+    assert client.status()["restarts"] == 2
+    assert len(set(trained)) == len(trained) == 12 * base.algorithm.groups_per_update
+    client.done(12)
+    while not client.status()["finished"]:
+        time.sleep(0.05)
+    for role in fleet:
+        role.join(20)
+        assert not role.is_alive() and role.error is None
+    client.close()
+    replay.kill()
 
 
 def test_three_kills_with_a_backlog_lose_nothing_and_train_nothing_twice(parts):

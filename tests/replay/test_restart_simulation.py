@@ -18,7 +18,7 @@ from asyncrl.replay.desk import PATIENCE_S, Desk
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import Committed, QueueState, ReplayQueue
 from asyncrl.types import Group, Version
-from tests.replay.support import MODEL, make_prompts
+from tests.replay.support import MODEL, deliver, make_prompts
 from tests.replay.test_simulation import CASES, GENERATORS, SLOTS, Simulation
 
 GRACE_S = 15.0
@@ -124,14 +124,19 @@ class RestartSimulation(Simulation):
         self.outbox[name].setdefault(group.group_id, group)
         entry = self.queue.ledger.entries.get(group.group_id)
         before = entry.state if entry is not None else None
-        put = self.queue.put(group, [b"group", group.group_id.encode()], name)
+        put = deliver(self.queue, group, self.payload(group), name)
         assert put.status != "refused", put
         if put.status == "resolved":
             self.outbox[name].pop(group.group_id, None)
-        if put.status == "admitted":
-            assert before in (State.PENDING, State.LEASED)
+        if put.status in ("admitted", "no_room"):
+            assert before in (State.PENDING, State.LEASED, State.KEPT, State.TAKEN)
             self.sampled[group.group_id] = [[s.version for s in t.segments] for t in group.trajectories]
         self.events[put.status] += 1
+
+    def supply(self) -> None:
+        for name, group_id in self.queue.room.ask(self.now):
+            if group_id in self.outbox[name] and name not in self.away:
+                self.put(name, self.outbox[name][group_id])
 
     def repeat(self) -> None:
         name = self.random.choice(GENERATORS)
@@ -165,7 +170,7 @@ class RestartSimulation(Simulation):
                 self.maybe_die()
                 reply = wire.decode(frames)
                 if isinstance(reply, wire.TakeReply) and reply.ready:
-                    names = [bytes(b).decode() for b in frames[2:]]
+                    names = [bytes(b).decode().strip() for b in frames[2:]]
                     self.shards[int(identity[1:])] = list(zip(reply.batch, names, strict=True))
         except Killed:
             return False
@@ -241,6 +246,7 @@ class RestartSimulation(Simulation):
         # A generator that nobody waited for any more may come back with prompts that were given out again.
         assert q.ledger.in_flight <= (q.limits.max_lag + 1) * q.limits.groups_per_update + RESERVE * (not self.punctual)
         assert q.ledger.num_bytes == sum(e.num_bytes for e in q.ledger.entries.values())
+        assert q.ledger.num_bytes <= q.tally.peak_bytes <= q.limits.capacity_bytes
         assert q.clock.update == self.u and q.clock.newest == max(self.published)
         taken = {i for ids in self.batches for i in ids} | {i for s in self.shards.values() for _, i in s}
         assert taken <= {e.group_id for e in q.ledger.of_state(State.TAKEN)}
@@ -261,6 +267,7 @@ class RestartSimulation(Simulation):
 
 def events(s: RestartSimulation, kills: int) -> Iterable:
     out = [s.lease] * 20 + [s.finish] * 30 + [s.learn] * 20 + [s.load] * 6 + [s.expire, s.believed_dead, s.fail]
+    out += [s.supply] * 3 + [s.surprise] * 10 * ("capacity_bytes" in s.settings)
     return out + [s.come_back] * 6 + [s.repeat, s.crash] + [s.kill] * kills
 
 
@@ -298,6 +305,7 @@ def test_progress_and_whole_data_epochs_after_many_kills(case):
                 s.send(name, s.running[name].pop())
             s.check()
         s.learn()
+        s.supply()
         s.wait(1.0)
         s.check()
         idle = 0 if (s.queue.ledger.cursor.given, s.u) != before else idle + 1

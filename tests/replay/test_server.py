@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import time
 from pathlib import Path
@@ -28,9 +29,9 @@ from tests.replay.support import MODEL, make_prompts, response
 class Peer:
     """One client; `ask` lets the server work and returns the answer."""
 
-    def __init__(self, net: Net, name: str, role: str) -> None:
+    def __init__(self, net: Net, name: str, role: str, identity: str = "") -> None:
         self.net, self.name, self.role = net, name, role
-        self.client = Client(net.server.socket.address, name.encode())
+        self.client = Client(net.server.socket.address, (identity or name).encode())
 
     def send(self, message: wire.Message | list) -> None:
         self.client.send(message if isinstance(message, list) else wire.encode(message))
@@ -77,7 +78,10 @@ class Peer:
 class Net:
     """A server and its peers on a clock that only the test moves; goes on from a snapshot, if there is one."""
 
-    def __init__(self, run_dir: Path, every: int = 0, **limits: object) -> None:
+    def __init__(
+        self, run_dir: Path, every: int = 0, watchdog_s: float = math.inf, settings: dict | None = None,
+        **limits: object,
+    ) -> None:  # fmt: skip
         self.now = 1000.0
         values = {"groups_per_update": 4, "group_size": 2, "max_lag": 2, "lease_timeout_s": 60.0} | limits
         self.queue = ReplayQueue(make_prompts(100), Limits(**values), MODEL)  # type: ignore[arg-type]
@@ -85,15 +89,15 @@ class Net:
         self.journal, snapshots = Journal(run_dir), SnapshotFile(run_dir, "f")
         self.server = ReplayServer(
             self.queue, self.evals, Server("127.0.0.1"), heartbeat_timeout_s=15.0, journal=self.journal,
-            snapshots=snapshots, now=lambda: self.now,
+            snapshots=snapshots, watchdog_s=watchdog_s, settings=settings, now=lambda: self.now,
         )  # fmt: skip
         snapshot = snapshots.read()
         if snapshot is not None:
             self.server.resume(snapshot)
         self.peers: list[Peer] = []
 
-    def peer(self, name: str, role: str = "generator", hello: bool = True) -> Peer:
-        peer = Peer(self, name, role)
+    def peer(self, name: str, role: str = "generator", hello: bool = True, identity: str = "") -> Peer:
+        peer = Peer(self, name, role, identity)
         self.peers.append(peer)
         if hello:
             assert isinstance(peer.hello(), wire.Welcome)
@@ -164,10 +168,11 @@ def test_one_update_from_hello_to_commit(net, tmp_path):
         at += count
     assert got == {i: [bytes(b) for b in f[1:]] for i, f in sent.items()}
     ids = list(got)
-    assert learner.ask(wire.Commit(0, 1, "trained", ids)) == wire.Ack([], ids)
+    assert learner.ask(wire.Commit(0, 1, "trained", ids, batch=3)) == wire.Ack([], ids)
     assert generator.recv()[0] == wire.Ack([], ids) and generator.quiet()
     lines = [json.loads(x) for x in (tmp_path / "committed.jsonl").read_text().splitlines()]
-    assert lines == [{"update": 0, "epoch": 0, "group_id": i, "generator_id": "g0", "outcome": "trained"} for i in ids]
+    line = {"update": 0, "epoch": 0, "generator_id": "g0", "outcome": "trained", "batch": 3}
+    assert lines == [line | {"group_id": i} for i in ids]
     # A repeated commit changes nothing.
     assert learner.ask(wire.Commit(0, 1, "trained", ids)) == wire.Ack([], ids)
     assert net.queue.clock.update == 1 and len((tmp_path / "committed.jsonl").read_text().splitlines()) == 4
@@ -547,3 +552,69 @@ def test_large_frames_are_handed_on_without_change(make_net):
     group = wire.decode_group([b"group", *buffers])
     assert reply.frames == [len(buffers)] and group.num_tokens == 100_000
     np.testing.assert_array_equal(group.trajectories[1].token_ids, np.arange(50_000))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_a_group_without_room_is_held_and_asked_for_when_there_is(make_net):
+    net = make_net(capacity_bytes=4 * 1000, max_lag=8)
+    learner, g = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    g.recv()
+    # Nothing large was seen yet, so that more is leased than fits.
+    groups = [g.group(x, tokens=30) for x in g.lease(6).leases]
+    size = sum(len(f) for f in groups[0])
+    net.queue.ledger.largest_bytes = 0
+    fits = 4000 // size
+    groups += [g.group(x, tokens=30) for x in g.lease(8).leases]
+    answers = [g.ask(x) for x in groups]
+    assert all(isinstance(a, wire.Ack) and a.admitted for a in answers[:fits])
+    assert all(isinstance(a, wire.Hold) for a in answers[fits:]) and len(answers) > fits
+    state = learner.ask(wire.Status()).state
+    assert state["kept"] == len(answers) - fits and state["peak_bytes"] == state["bytes"] <= 4000
+    take = learner.ask(wire.Take(0, 0, 0, 1))
+    assert take.ready
+    ids = [i for b in net.queue._takes[0].batches for i in b]
+    learner.send(wire.Commit(0, 1, "trained", ids))
+    asked, resolved = [], []
+    for _ in range(300):
+        net.now += 0.1
+        net.server.step(0.01)
+        frames = g.client.recv(0)
+        message = wire.decode(frames) if frames is not None else None
+        asked += message.group_ids if isinstance(message, wire.Send) else []
+        resolved += message.resolved if isinstance(message, wire.Ack) else []
+        if len(asked) == len(resolved) == 4:
+            break
+    assert asked == [wire.decode_group(x).group_id for x in groups[fits : fits + 4]]
+    assert g.ask(groups[fits]) == wire.Ack(asked[:1], [])
+    assert net.counters["no_room"] == len(answers) - fits and not net.queue.tally.dropped
+
+
+def test_prompts_that_were_given_up_are_named_in_the_state(make_net, caplog):
+    net = make_net(max_attempts=1)
+    learner, g = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    g.recv()
+    (lease,) = g.lease(1).leases
+    g.send(wire.Failed(lease.lease_id, lease.group_id, "timeout: 3 of 8 responses were sampled within 1.6 s"))
+    assert g.quiet()
+    state = learner.ask(wire.Status()).state
+    assert state["dropped"] == [[lease.group_id, "max_attempts"]]
+    assert state["counters"]["failed_timeout"] == state["counters"]["max_attempts"] == 1
+    assert lease.group_id in caplog.text
+
+
+@pytest.mark.parametrize(("on_timeout", "sizes"), [("reissue", {3}), ("partial", {2, 3})])
+def test_groups_of_fewer_responses_are_taken_under_partial_only(make_net, on_timeout, sizes):
+    net = make_net(on_timeout=on_timeout, group_size=3)
+    learner, g = net.learner(), net.peer("g0")
+    publish(learner, 0)
+    g.recv()
+    for count, lease in enumerate(g.lease(4).leases, start=1):
+        responses = tuple(response(f"{lease.lease_id}.{i}", [(0, 4)], float(i)) for i in range(count))
+        group = Group(lease.group_id, wire.prompt_from_msg(lease.prompt), "g0", lease.attempt, 1.0, responses)
+        reply = g.ask(wire.encode_group(group))
+        assert (reply.admitted == [lease.group_id]) == (count in sizes)
+    assert net.counters["group_size"] == 4 - len(sizes) and net.counters["partial"] == len(sizes) - 1

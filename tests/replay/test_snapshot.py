@@ -18,7 +18,7 @@ from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import Committed, QueueState, ReplayQueue
 from asyncrl.replay.snapshot import SnapshotFile
 from asyncrl.types import Version
-from tests.replay.support import MODEL, answer, fill, make_prompts, make_queue, train
+from tests.replay.support import MODEL, answer, deliver, fill, make_prompts, make_queue, train
 from tests.replay.test_server import Net, publish
 
 
@@ -57,11 +57,11 @@ def test_a_generator_keeps_its_leases_over_a_restart_of_replay():
     ids = [x.lease_id for x in leases]
     assert queue.claim("g0", Version(0, 0), ids[:1], ids[1:2], 5.0) == []
     assert queue.ledger.count(State.LEASED) == 2
-    assert queue.put(answer(leases[1]), [b"group", b""], "g0").status == "admitted"
+    assert deliver(queue, answer(leases[1]), [b"group", b""], "g0").status == "admitted"
     # The third one was not claimed: it is leased to another, and the first result wins.
     (other,) = queue.lease("g1", Version(0, 0), 1, 5.0).leases
     assert (other.group_id, other.attempt) == (leases[2].group_id, 2)
-    assert queue.put(answer(leases[2]), [b"group", b""], "g0").status == "admitted"
+    assert deliver(queue, answer(leases[2]), [b"group", b""], "g0").status == "admitted"
     assert queue.drain_cancelled() == [("g1", other.lease_id)]
 
 
@@ -73,7 +73,7 @@ def test_the_same_attempt_that_two_processes_gave_out_is_cancelled_by_its_holder
     queue = again(queue, saved)
     (new,) = queue.lease("g1", Version(0, 0), 1, 0.0).leases
     assert new.lease_id == old.lease_id
-    assert queue.put(answer(old), [b"group", b""], "g0").status == "admitted"
+    assert deliver(queue, answer(old), [b"group", b""], "g0").status == "admitted"
     assert queue.drain_cancelled() == [("g1", new.lease_id)]
 
 
@@ -81,9 +81,9 @@ def test_a_late_copy_of_an_evicted_result_stays_out_after_a_restart():
     queue = make_queue(max_lag=1)
     (lease,) = queue.lease("g0", Version(0, 0), 1, 0.0).leases
     queue.publish(Version(0, 2))
-    assert queue.put(answer(lease), [b"group", b""], "g0").reason == "stale"
+    assert deliver(queue, answer(lease), [b"group", b""], "g0").reason == "stale"
     queue = again(queue)
-    put = queue.put(answer(lease, [(2, 4)], [(2, 4)]), [b"group", b""], "g0")
+    put = deliver(queue, answer(lease, [(2, 4)], [(2, 4)]), [b"group", b""], "g0")
     assert put.status == "resolved" and queue.tally.counters["duplicate"] == 1
 
 
@@ -95,7 +95,7 @@ def test_what_was_leased_after_the_last_save_is_known():
     assert not queue.unsaved
     assert queue.lease("g0", Version(0, 0), 1, 0.0).leases and queue.unsaved
     queue = again(queue, saved)
-    assert queue.put(answer(leases[-1]), [b"group", b""], "g0").status == "admitted"
+    assert deliver(queue, answer(leases[-1]), [b"group", b""], "g0").status == "admitted"
     # It came before its turn, and it is not given out when its turn comes.
     rest = [x.group_id for x in queue.lease("g0", Version(0, 0), RESERVE, 0.0).leases]
     assert leases[-1].group_id not in rest
@@ -271,7 +271,7 @@ def test_killed_while_the_learner_trains_the_commit_is_taken_without_the_payload
     ))  # fmt: skip
     reply = run.generator.recv()[0]
     assert isinstance(reply, wire.Ack) and sorted(reply.resolved) == sorted(ids)
-    assert {type(run.generator.recv()[0]) for _ in range(3)} == {wire.Cancel, wire.Welcome, wire.Ack}
+    assert [type(run.generator.recv()[0]) for _ in range(2)] == [wire.Cancel, wire.Welcome]
     assert all(a == wire.Ack([], [i]) for a, i in zip(run.send_again(), run.sent, strict=True))
 
 

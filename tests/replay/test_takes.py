@@ -6,7 +6,7 @@ import pytest
 
 from asyncrl.replay.takes import Candidate, balance, cut, select
 from asyncrl.types import Version
-from tests.replay.support import answer, fill, make_queue, train
+from tests.replay.support import answer, deliver, fill, make_queue, train
 
 
 def candidates(*last_updates):
@@ -99,7 +99,7 @@ def test_each_batch_of_a_take_keeps_the_promise():
     queue.publish(Version(0, 1))
     young = queue.lease("g0", Version(0, 1), 4, 0.0).leases
     for lease in [*young, *old]:
-        queue.put(answer(lease), [b"group", b""], "g0")
+        deliver(queue, answer(lease), [b"group", b""], "g0")
     queue.publish(Version(0, 2))
     take = queue.take(0, 2)
     assert take is not None and take.bounds == (0, 1)

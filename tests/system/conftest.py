@@ -37,6 +37,16 @@ SMALL = {
 }
 
 
+TIMEOUT_S = 600
+"""Of one test. A run waits for its own deadlines; this one is for hangs, on a host that others load as well."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+
+
 @dataclass
 class Run:
     """A started `asyncrl run` and its folder."""

@@ -39,7 +39,7 @@ def test_a_signal_during_start_up_ends_everything(start_run):
 
 @pytest.mark.parametrize("role", ["replay", "learn"])
 def test_a_role_that_the_run_cannot_do_without_ends_it_with_its_cause(start_run, role):
-    run = start_run("crash", **LONG, **{"run.max_replay_restarts": 0})
+    run = start_run("crash", **LONG, **{"run.max_replay_restarts": 0, "run.max_learner_restarts": 0})
     run.wait_for(lambda: len(run.updates()) >= 2)
     victims = [p for p in run.processes() if role in p.info["cmdline"] and "run" not in p.info["cmdline"]]
     os.kill(victims[-1].pid, signal.SIGKILL)

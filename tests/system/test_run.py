@@ -17,7 +17,7 @@ def port_of(run):
 
 def assert_clean(run):
     """No process and no listening port is left, and every role stopped in order."""
-    assert "was killed" not in run.output.read_text()
+    assert "was killed" not in run.output.read_text(), run.text()
     assert "started again" not in run.output.read_text() or "-9; started again" in run.output.read_text()
     assert run.processes() == []
     with socket.socket() as probe, pytest.raises(ConnectionRefusedError):

@@ -1,0 +1,55 @@
+"""How a generator leaves in order: it says why, and waits a little for replay to confirm what it finished."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from asyncrl import wire
+from asyncrl.errors import TransportError
+from asyncrl.generator.link import Link
+from asyncrl.generator.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 3.0
+"""Longest wait for replay to confirm finished groups."""
+QUIET_S = 1.0
+"""The same since it last confirmed one; a replay that lives answers in milliseconds."""
+AGAIN_S = 0.5
+"""What is not confirmed by then is sent once more: it may have been cut off in the middle of being sent."""
+SAY_S = 1.0
+POLL_S = 0.02
+
+
+async def say(link: Link, exc: BaseException) -> None:
+    """Tell replay why this generator fails, so that the run's first cause can name it. Gives up after SAY_S."""
+    with contextlib.suppress(TimeoutError, TransportError):
+        async with asyncio.timeout(SAY_S):
+            await link.send(wire.encode(wire.Failed("", "", f"{type(exc).__name__}: {exc}"[:500])))
+
+
+async def settle(link: Link, outbox: Outbox, receiving: asyncio.Task[None]) -> None:
+    """Wait until replay has confirmed every group, at most LEAVE_S; logs how many it did not.
+
+    receiving: the task that reads replay's answers into the outbox.
+    """
+    started = heard = time.monotonic()
+    resent, left = False, len(outbox.unconfirmed)
+    while left and link.welcomed and not receiving.done():
+        now = time.monotonic()
+        if now - started >= LEAVE_S or now - heard >= QUIET_S:
+            break
+        if not resent and now - started >= AGAIN_S:
+            resent = True
+            with contextlib.suppress(TimeoutError, TransportError):
+                async with asyncio.timeout(QUIET_S):
+                    for frames in outbox.unconfirmed:
+                        await link.send(frames)
+        await asyncio.sleep(POLL_S)
+        if len(outbox.unconfirmed) < left:
+            left, heard = len(outbox.unconfirmed), time.monotonic()
+    if left:
+        log.warning("%d groups were not confirmed by replay; it leases them again", left)

@@ -1,0 +1,71 @@
+"""Whole runs with the weights on the network: two generators that pull every version from the learner."""
+
+import pytest
+
+from asyncrl.transport import keys
+from asyncrl.weights.place import directory_of
+from tests.system.test_run import assert_clean, assert_lag_bound
+
+# Long enough for several heartbeats, which say what a generator holds.
+LONGER = {"learner.updates": 40, "eval.every": 20}
+
+
+def assert_loaded_over_the_network(run):
+    """Both generators ended up with late versions, all of them fetched in chunks."""
+    last = run.updates()[-1]
+    # Each of them the first version and a later one at least.
+    assert last["weights/chunks"] >= 4 and last["weights/bytes"] > 0
+    assert [last[f"weights/{name}"] for name in ("unsent", "refused")] == [0.0, 0.0]
+    assert last["generator/failed_loads"] == 0.0
+    for name in ("g0", "g1"):
+        assert max(r.get(f"generator/{name}/version", 0.0) for r in run.updates()) > 0
+    assert {c["generator_id"] for c in run.committed()} == {"g0", "g1"}
+    logs = [(run.folder / "logs" / f"{name}.log").read_text() for name in ("g0", "g1")]
+    assert not [log for log in logs if "was not loaded" in log]
+
+
+@pytest.mark.parametrize("delta", [True, False])
+def test_two_generators_pull_their_weights(start_run, delta):
+    changes = {"generator.count": 2, "weights.carrier": "zmq", "weights.delta": delta}
+    run = start_run("zmq", **changes, **LONGER)
+    assert run.wait() == 0, run.text()
+    assert_clean(run)
+    assert [r["update"] for r in run.updates()] == list(range(40))
+    assert_lag_bound(run, 4)
+    assert_loaded_over_the_network(run)
+
+
+def test_generators_with_a_key_pull_their_weights(start_run, tmp_path):
+    """replay's keys serve for the weights as well; every interface is bound."""
+    keys.new(tmp_path / "keys")
+    changes = {
+        "generator.count": 2,
+        "replay.security": "curve",
+        "replay.keys": tmp_path / "keys",
+        "weights.carrier": "zmq",
+        "weights.bind": "tcp://*:*",
+    }
+    run = start_run("curve", **changes, **LONGER)
+    assert run.wait() == 0, run.text()
+    assert run.processes() == []
+    assert_lag_bound(run, 4)
+    assert_loaded_over_the_network(run)
+    assert run.updates()[-1].get("weights/refused_unknown_key", 0.0) == 0.0
+
+
+def test_max_lag_zero_trains_on_policy_over_the_network(start_run):
+    changes = {"staleness.max_lag": 0, "staleness.sync_every": 1, "weights.carrier": "zmq"}
+    run = start_run("onpolicy", **changes)
+    assert run.wait() == 0, run.text()
+    assert [r["staleness/lag_max"] for r in run.updates()] == [0.0] * 6
+
+
+def test_versions_take_turns_in_shared_memory(start_run):
+    """Engines let go of what they loaded, so its memory is used again; nothing stays behind."""
+    run = start_run("shm", **{"generator.count": 2}, **LONGER)
+    assert run.wait() == 0, run.text()
+    last = run.updates()[-1]
+    # 20 versions or 21; the first three need memory of their own, and a slow reader may cost one now and then.
+    assert last["weights/reused"] >= 10
+    assert last["generator/failed_loads"] == 0.0
+    assert not directory_of(run.folder / "weights").exists()
