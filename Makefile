@@ -24,13 +24,17 @@ DEPS := pyproject.toml constraints.txt
 # What `make test-fast` runs: the units without a model to train or to sample.
 FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/transport tests/test_*.py)
 
-.PHONY: help quickstart model test test-fast check format docs clean
+# Debian packages of `make test-system`; .ci/run installs them.
+SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge
+
+.PHONY: help quickstart model test test-fast test-system check format docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart  install, build the small model once, train it asynchronously on this CPU"
-	@echo "make test        install and run all tests, whole runs among them"
+	@echo "make test        install and run all tests but those of test-system, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
+	@echo "make test-system fleets over a real ssh and a real SLURM; as root, with $(SYSTEM_PACKAGES)"
 	@echo "make check       ruff, format and types, as CI runs them"
 	@echo "make format      rewrite the code in the house format"
 	@echo "make docs        write the generated pages of docs/ again"
@@ -58,10 +62,14 @@ quickstart: $(RUNTIME) model
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: $(DEV)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest --ignore=tests/fleet $(PYTEST_ARGS)
 
 test-fast: $(DEV)
 	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
+
+# A test here that lacks its packages is skipped with their names.
+test-system: $(DEV)
+	$(PY) -m pytest tests/fleet $(PYTEST_ARGS)
 
 check: $(DEV)
 	tools/check
