@@ -90,7 +90,7 @@ def generate(
     id = id or f"{socket.gethostname()}-{os.getpid()}"
     _role(id)
     run_dir = _prepare(config)
-    from asyncrl.generator.loop import run as sample
+    from asyncrl.generator.role import run as sample
 
     sample(config, run_dir, id)
 
@@ -180,11 +180,19 @@ def keys_revoke(
 
 def main() -> None:
     """Entry point: errors of the exception tree become one message and a status."""
+    from asyncrl.process import end
+
+    status = 0
     try:
         app()
+    except SystemExit as exc:  # every command ends with one
+        if isinstance(exc.code, str):
+            print(exc.code, file=sys.stderr)
+        status = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
     except ConfigError as exc:
         print(f"config error: {exc}", file=sys.stderr)
-        sys.exit(2)
+        status = 2
     except AsyncRLError as exc:
         logging.getLogger("asyncrl").error("%s: %s", type(exc).__name__, exc)
-        sys.exit(1)
+        status = 1
+    end(status)

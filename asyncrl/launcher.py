@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterable
 
-from asyncrl.process import die_with_parent
+from asyncrl.process import die_with_parent, end
 
 STANDALONE = ("--standalone", "--local-addr", "127.0.0.1")
 """torchrun for the ranks of one host. The address spares a look-up of the host's name, which may mean nothing."""
@@ -51,4 +51,4 @@ def status_of(exit_codes: Iterable[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -18,9 +21,6 @@ PR_SET_PDEATHSIG = 1
 
 OWN_ERROR = " ERROR asyncrl: "
 """In a log line of a role: the error of asyncrl that ended it (cli.main writes it)."""
-STEADY_S = 30.0
-"""A role that lived this long is started again at once; one that did not after 0, 1, 2, 4, ... seconds."""
-MAX_DELAY_S = 30.0
 
 BASE_ENV = {
     # Without these two, OpenMP threads of busy processes spin each other to a standstill.
@@ -50,6 +50,19 @@ def ensure_environment(threads: int) -> None:
     os.execve(sys.executable, [sys.executable, "-m", "asyncrl", *sys.argv[1:]], wanted)
 
 
+def end(status: int) -> NoReturn:
+    """End this process at once, with its output written.
+
+    The interpreter's own clean-up takes a process with torch seconds on a busy host, a rank and torchrun after each
+    other, and a process that was told to stop is killed meanwhile. What matters was closed by then.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(status)
+
+
 def die_with_parent() -> None:
     """Ask the kernel for SIGKILL when the parent dies, so that a killed supervisor leaves nothing."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -72,8 +85,19 @@ class Child:
 
     @property
     def erred(self) -> bool:
-        """True when it ended with an error that it raised on purpose: started again, it would do so again."""
-        return self.returncode == 1 and any(OWN_ERROR in line for line in self._text().splitlines())
+        """True when it ended with an error that it raised on purpose: started again, it would do so again.
+
+        The log alone says so: the status of a learner may be that of a rank which was killed because it hung.
+        """
+        try:
+            return bool(self.returncode) and OWN_ERROR in self._text()
+        except OSError:  # no log
+            return False
+
+    @property
+    def lived_s(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self.started
 
     def cause(self) -> str:
         """Why it ended, from its own part of the log."""
@@ -86,32 +110,6 @@ class Child:
         with open(self.log, "rb") as file:
             file.seek(self.log_start)
             return file.read().decode(errors="replace")
-
-
-class Restarts:
-    """How often, and how soon, roles are started again. What dies soon after its start waits longer each time.
-
-    limit: over the whole run. Times in seconds of a monotonic clock.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
-        self._delay_s: dict[str, float] = {}
-
-    def plan(self, child: Child, now: float) -> float | None:
-        """When to start this role again; None when the restarts are used up."""
-        if self.used >= self.limit:
-            return None
-        self.used += 1
-        known = self._delay_s.get(child.name) if now - child.started < STEADY_S else None
-        delay = 0.0 if known is None else min(max(1.0, 2 * known), MAX_DELAY_S)
-        self._delay_s[child.name] = delay
-        return now + delay
-
-
-def was_killed(status: int) -> bool:
-    """True for an end by a signal: negative, or 128 + n of a process that reports its child's."""
-    return status < 0 or status > 128
 
 
 def cause_in(text: str, lines: int = 12) -> str:

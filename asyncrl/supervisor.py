@@ -1,7 +1,6 @@
 """`asyncrl run`: start replay, generators and the learner on one machine, watch them, stop them.
 
-What dies is started again, a limited number of times and later each time that it dies soon: generators, replay, and
-a learner that was killed. The first error that a role raises on purpose ends the run, as its cause.
+asyncrl.restarts says what is started again and what ends the run.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -21,12 +18,11 @@ from asyncrl.config import Config, save_config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.launcher import STANDALONE
 from asyncrl.preflight import preflight
-from asyncrl.process import Child, Restarts, role_environment, start, stop_all, was_killed
+from asyncrl.process import Child, role_environment, start, stop_all
 from asyncrl.progress import Tail, View, print_summary, progress_bar
+from asyncrl.restarts import RestartPolicy, Verdict
 
 POLL_S = 0.1
-GRACE_S = 20.0
-"""How long the learner may outlive a replay or a fleet that left in order."""
 
 
 class Supervisor:
@@ -34,135 +30,78 @@ class Supervisor:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir = config, run_dir
-        self.file = run_dir / "config.yaml"
-        self.replay: Child | None = None
-        self.learner: Child | None = None
-        self.generators: dict[str, Child] = {}
-        r = config.run
-        self.fleet_restarts = Restarts(r.max_generator_restarts)
-        self.replay_restarts, self.learner_restarts = Restarts(r.max_replay_restarts), Restarts(r.max_learner_restarts)
-        self.due: dict[str, tuple[float, Callable[[], None]]] = {}
-        self.set_aside: list[Child] = []
+        self.generators = [f"g{i}" for i in range(config.generator.count)]
+        self.children: dict[str, Child] = {}
+        """The last attempt of every role."""
+        self.policy = RestartPolicy(config.run, self.generators)
         self.signal = 0
-        self.gone_since: dict[str, float] = {}
-
-    def children(self) -> list[Child]:
-        """All that were started and not replaced."""
-        some = [c for c in (self.learner, self.replay) if c is not None]
-        return some + list(self.generators.values())
 
     def start(self) -> None:
-        """Start every role. Waits for replay's address, at most run.start_timeout_s."""
+        """Start every role. All wait for replay's address themselves; importing torch overlaps with that."""
+        for name in ("replay", "learner", *self.generators):
+            self._start(name)
+
+    def _start(self, name: str) -> None:
         c = self.config
-        self._start_replay()
-        # The learner and the generators wait for the address themselves; importing torch overlaps with that.
-        self._start_learner()
-        for i in range(c.generator.count):
-            self._start_generator(f"g{i}")
-
-    def _start_learner(self) -> None:
-        env = role_environment(self.config.learner.threads)
-        self.learner = start("learner", learner_command(self.config, self.file), env, self._log("learner"))
-
-    def _start_replay(self) -> None:
-        self.replay = self._role("replay", ["replay", str(self.file)], 1)
-
-    def _start_generator(self, name: str) -> None:
-        arguments = ["generate", str(self.file), "--id", name]
-        self.generators[name] = self._role(name, arguments, self.config.generator.threads)
-
-    def _role(self, name: str, arguments: list[str], threads: int) -> Child:
-        command = [sys.executable, "-m", "asyncrl", *arguments]
-        return start(name, command, role_environment(threads), self._log(name))
-
-    def _log(self, name: str) -> Path:
-        return self.run_dir / "logs" / f"{name}.log"
+        threads = {"learner": c.learner.threads, "replay": 1}.get(name, c.generator.threads)
+        command = role_command(name, c, self.run_dir / "config.yaml")
+        self.children[name] = start(name, command, role_environment(threads), self.run_dir / "logs" / f"{name}.log")
 
     def check(self) -> bool:
         """True when the learner finished. Raises RunError with the cause when the run cannot go on."""
-        assert self.replay is not None and self.learner is not None
         now = time.monotonic()
-        for name in [n for n, (at, _) in self.due.items() if at <= now]:
-            self.due.pop(name)[1]()
-        if "learner" not in self.due and self._learner_finished(self.learner):
-            return True
-        if "replay" not in self.due:
-            self._check_replay(self.replay)
-        self._check_generators()
+        for name in self.policy.starts(now):
+            self._start(name)
+        # What the learner says of the run's end goes before the others.
+        for name in sorted(self.children, key=lambda n: n != "learner"):
+            status = self.children[name].returncode
+            if status is not None and not self.policy.judged(name) and self._judge(self.children[name], status, now):
+                return True
+        if (gone := self.policy.missing(now)) is not None:
+            what = "replay ended" if gone == "replay" else f"every generator ended; {gone}"
+            raise _failed(what, self.children[gone])
         return False
 
-    def _learner_finished(self, learner: Child) -> bool:
-        """A learner that was killed goes on from its last checkpoint; its own error would come again."""
-        status = learner.returncode
-        if status is None or status == 0:
-            return status == 0
-        # A rank that hangs when another one failed is killed as well.
-        again = was_killed(status) and not learner.erred
-        if again and self._again(learner, self.learner_restarts, self._start_learner):
-            return False
-        raise RunError(f"the learner ended with status {status}:\n{learner.cause()}")
-
-    def _again(self, child: Child, restarts: Restarts, begin: Callable[[], None]) -> bool:
-        """Plan to start a role again. False when its restarts are used up."""
-        now = time.monotonic()
-        at = restarts.plan(child, now)
-        if at is None:
-            return False
-        self.due[child.name] = (at, begin)
+    def _judge(self, child: Child, status: int, now: float) -> bool:
+        """Do what the policy says of a role that ended. True when the run is over; RunError when it failed."""
+        verdict = self.policy.ended(child.name, status, child.erred, child.lived_s, now)
         who = f"generator {child.name}" if child.name in self.generators else child.name
-        wait = f" in {at - now:.0f} s" if at > now else ""
-        print(f"{who} ended with status {child.returncode}; started again{wait}", file=sys.stderr)
-        return True
-
-    def _check_replay(self, replay: Child) -> None:
-        """Replay leaves with status 0 once the run is over; torchrun may take a little longer.
-
-        Its snapshot lets it go on after a crash. A config that it refuses (2), or its own error (the watchdog's
-        among them), would come again.
-        """
-        status = replay.returncode
-        if status is None or (status == 0 and not self._for_long("replay")):
-            return
-        again = status not in (0, 2) and not replay.erred
-        if not (again and self._again(replay, self.replay_restarts, self._start_replay)):
-            raise RunError(f"replay ended with status {status}:\n{replay.cause()}")
-
-    def _check_generators(self) -> None:
-        """Start again what crashed. One that left with status 0 was told to, and is not replaced.
-
-        One whose restarts are used up, or whose config is refused (2), is set aside; the run goes on without it.
-        """
-        ended = [c for c in self.generators.values() if c.returncode is not None and c.name not in self.due]
-        for child in ended:
-            if child.returncode != 0 and child not in self.set_aside:
-                begin = partial(self._start_generator, child.name)
-                if child.returncode == 2 or not self._again(child, self.fleet_restarts, begin):
-                    print(f"generator {child.name} ended with status {child.returncode}; set aside", file=sys.stderr)
-                    self.set_aside.append(child)
-        if not ended or len(ended) < len(self.generators) or any(c.name in self.due for c in ended):
-            return
-        first = (self.set_aside or ended)[0]
-        if self.set_aside or self._for_long("generators"):
-            raise RunError(f"every generator ended; {first.name} with status {first.returncode}:\n{first.cause()}")
-
-    def _for_long(self, what: str) -> bool:
-        """True when this is asked again GRACE_S after the first time."""
-        first = self.gone_since.setdefault(what, time.monotonic())
-        return time.monotonic() - first > GRACE_S
+        match verdict:
+            case Verdict.FINISHED:
+                return True
+            case Verdict.FAILED:
+                raise _failed(f"the {who} ended" if who == "learner" else f"{who} ended", child)
+            case Verdict.AGAIN:
+                delay = self.policy.due[child.name] - now
+                wait = f" in {delay:.0f} s" if delay > 0 else ""
+                print(f"{who} ended with status {status}; started again{wait}", file=sys.stderr)
+            case Verdict.ASIDE:
+                print(f"{who} ended with status {status}; set aside", file=sys.stderr)
+        return False
 
     def stop(self) -> None:
         """End every child and what it started; remove published weights."""
         limit = self.config.run.shutdown_s
-        for name in stop_all(self.children(), limit):
+        for name in stop_all(self.children.values(), limit):
             print(f"{name} did not stop within {limit:g} s and was killed", file=sys.stderr)
         clean_weights(self.run_dir)
 
 
-def learner_command(config: Config, file: Path) -> list[str]:
-    """torchrun over the learner's ranks on this machine."""
-    ranks = str(config.learner.ranks)
-    launch = [sys.executable, "-m", "asyncrl.launcher", *STANDALONE, "--nproc-per-node", ranks, "-m", "asyncrl"]
-    return [*launch, "learn", str(file)]
+def _failed(what: str, child: Child) -> RunError:
+    return RunError(f"{what} with status {child.returncode}:\n{child.cause()}")
+
+
+def role_command(name: str, config: Config, file: Path) -> list[str]:
+    """What runs a role: for the learner torchrun over its ranks on this machine."""
+    python = [sys.executable, "-m"]
+    match name:
+        case "learner":
+            ranks = ["--nproc-per-node", str(config.learner.ranks)]
+            return [*python, "asyncrl.launcher", *STANDALONE, *ranks, "-m", "asyncrl", "learn", str(file)]
+        case "replay":
+            return [*python, "asyncrl", "replay", str(file)]
+        case _:
+            return [*python, "asyncrl", "generate", str(file), "--id", name]
 
 
 def clean_weights(run_dir: Path) -> None:

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # What `asyncrl run` does, by hand: replay, the generators and the learner of one run on this machine.
 # Every role is an ordinary command, so copy a line from here to start one elsewhere.
+# Of the restart rules of `asyncrl run` it keeps the plain part: what is killed is started again a second later. It does
+# not wait longer each time, starts no role again that ended with an error, and does not read logs for a learner's own
+# error behind the kill of a rank.
 set -uo pipefail
 
 usage() {
@@ -48,11 +51,12 @@ print(c.run_dir, c.generator.count, int(r.start_timeout_s), int(r.shutdown_s), s
 print(r.max_replay_restarts, r.max_generator_restarts, r.max_learner_restarts, sep="\n")
 PY
 ) || exit 2
-declare -A left # how often each role may still be started again
+declare -A left # how often a role may still be started again, by its name
 {
     read -r run_dir; read -r generators; read -r start_s; read -r shutdown_s
-    read -r left[replay]; read -r left[generator]; read -r left[learner]
+    read -r left[replay]; read -r each; read -r left[learner]
 } <<< "$settings"
+for ((i = 0; i < generators; i++)); do left[g$i]=$each; done
 
 if [ -e "$run_dir/metrics.jsonl" ]; then
     echo "$run_dir holds a run already; choose another name with run.name=NAME" >&2
@@ -80,16 +84,15 @@ running() { # running NAME: true while its process has not ended
 }
 
 look() { # look NAME: starts it again when it was killed; else notes its status once it has ended
-    local role=generator ended
+    local ended
     { [ -n "${status[$1]:-}" ] || running "$1"; } && return
     wait "${pid[$1]}"
     ended=$?
-    [ -n "${left[$1]:-}" ] && role=$1
-    if [ "$ended" -le 128 ] || [ "${left[$role]}" -eq 0 ] || [ "$signalled" -ne 0 ]; then
+    if [ "$ended" -le 128 ] || [ "${left[$1]}" -eq 0 ] || [ "$signalled" -ne 0 ]; then
         status[$1]=$ended
         return
     fi
-    left[$role]=$((left[$role] - 1))
+    left[$1]=$((left[$1] - 1))
     echo "$1 ended with status $ended; started again" >&2
     start "$1"
     sleep 1 # what is killed again and again does not use up all its restarts at once

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from asyncrl.launcher import status_of
-from asyncrl.process import Child, Restarts, cause_in, role_environment, start, stop_all, was_killed
+from asyncrl.process import cause_in, role_environment, start, stop_all
+from asyncrl.restarts import was_killed
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -79,6 +80,24 @@ def test_a_role_dies_with_a_killed_parent():
     assert wait_until(lambda: gone(pid), 10)
 
 
+# What a process with torch does on a busy host: its interpreter takes seconds to end.
+SLOW = "import atexit, sys, time; atexit.register(time.sleep, 3600); "
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said"),
+    [
+        ("from asyncrl.process import end; print('said', end=''); end(143)", 143, "said"),
+        ("from asyncrl.cli import main; sys.argv = ['asyncrl', 'config']; main()", 2, "Missing argument"),
+        ("from asyncrl.cli import main; sys.argv = ['asyncrl', 'config', 'no.yaml']; main()", 2, "config error"),
+        ("from asyncrl.cli import main; sys.argv = ['asyncrl', '--help']; main()", 0, "configs/quickstart.yaml"),
+    ],
+)
+def test_a_command_ends_with_its_output_and_without_the_clean_up_of_its_interpreter(code, status, said):
+    done = subprocess.run([sys.executable, "-c", SLOW + code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == status and said in done.stdout + done.stderr
+
+
 def test_the_cause_is_the_roles_own_error_line_and_not_what_comes_after():
     log = "x\n12:00 learner-0 ERROR asyncrl: TransportError: no take\nTraceback (most recent\nChildFailedError: banner"
     assert cause_in(log) == "12:00 learner-0 ERROR asyncrl: TransportError: no take"
@@ -112,19 +131,14 @@ def test_the_cause_is_that_of_the_last_attempt_in_a_log_that_goes_on(tmp_path):
     assert "KeyError" in child.cause() and "RunError" not in child.cause()
 
 
-def test_what_dies_soon_is_started_again_later_each_time_and_a_steady_one_at_once():
-    restarts = Restarts(7)
-
-    def plan(name, died_at, started):
-        at = restarts.plan(Child(name, None, None, 0, started), died_at)
-        return None if at is None else at - died_at
-
-    assert [plan("g0", 100.0 + i, 99.0 + i) for i in range(4)] == [0.0, 1.0, 2.0, 4.0]
-    # Another role has delays of its own, and the limit is one for all.
-    assert plan("g1", 105.0, 104.0) == 0.0
-    assert plan("g0", 200.0, 110.0) == 0.0
-    assert plan("g0", 201.0, 200.0) == 1.0
-    assert plan("g0", 300.0, 202.0) is None
+def test_an_error_of_its_own_counts_whatever_the_status_is(tmp_path):
+    # Of a rank that failed and one that hung and was killed, torchrun makes the status of a kill.
+    code = "print('12:00 learner-0 ERROR asyncrl: TrainingError: lost', flush=True); raise SystemExit({})"
+    for status, erred in ((137, True), (3, True), (0, False)):
+        command = [sys.executable, "-c", code.format(status)]
+        child = start("learner", command, dict(os.environ), tmp_path / f"log{status}")
+        child.process.wait(60)
+        assert child.erred == erred
 
 
 @pytest.mark.parametrize(

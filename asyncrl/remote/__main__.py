@@ -7,13 +7,13 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from asyncrl.config import load_config
 from asyncrl.errors import ConfigError, TransportError
 from asyncrl.remote.launch import Launcher, say, watch
 from asyncrl.remote.plan import Fleet, from_file, from_slurm, reachable, repeated
+from asyncrl.remote.private import private_folder
 from asyncrl.remote.reach import Reach, Srun, Ssh
 from asyncrl.transport import keys
 
@@ -67,7 +67,10 @@ def _hostnames(text: str) -> list[str]:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Settle the config for these hosts and run it. Keys that are made here live in memory, as long as the run."""
+    """Settle the config for these hosts and run it.
+
+    Keys that are made here are in a private folder until they are read, and then in memory, as long as the run.
+    """
     config = load_config([w for w in options.words if "=" not in w], [w for w in options.words if "=" in w])
     fleet = fleet_of(options)
     directory = str(Path(options.dir).absolute())
@@ -84,10 +87,10 @@ def launch(options: argparse.Namespace) -> int:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(f"the log folder {str(logs)!r} cannot be made: {exc}; set --logs DIR") from exc
-    with tempfile.TemporaryDirectory(prefix="asyncrl-") as private:
+    with private_folder() as private:
         made = None
         if config.replay.security == "loopback" and not fleet.is_one_host:
-            made = Path(private) / "keys"
+            made = private / "keys"
             keys.new(made, [config.replay.client])
         config = reachable(config, fleet, made)
         launcher = Launcher(config, fleet, reach, logs, env, options.resume)

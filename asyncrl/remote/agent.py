@@ -1,18 +1,17 @@
 """One role on its host, started by the launcher through ssh or srun: `python -m asyncrl.remote.agent`.
 
-Standard input is the lifeline: first the job in one line, then a byte now and then. When it ends or falls silent,
-when a signal comes, or when this process is killed, the role and all that it started end.
+Standard input is the lifeline: its first line is the job, and every byte behind it is a beat, which says nothing but
+that the launcher lives. When it ends or falls silent, when a signal comes, or when this process is killed, the role
+and all that it started end.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -20,12 +19,14 @@ from types import FrameType
 from asyncrl.errors import ConfigError
 from asyncrl.process import Child, die_with_parent, role_environment, stop_all
 from asyncrl.remote.job import Job, from_line, write_keys
+from asyncrl.remote.private import private_folder
+from asyncrl.restarts import LOST
 
 SILENCE_S = 60.0
 """The launcher or the way to it is gone when nothing comes for this long; it writes every BEAT_S."""
 BEAT_S = 5.0
-LOST = 75
-"""Exit status when the lifeline broke (EX_TEMPFAIL)."""
+MAX_JOB_BYTES = 2**24
+"""A longer first line is no job."""
 
 _POLL_S = 0.1
 
@@ -38,16 +39,17 @@ class Lifeline:
         self._heard_at = time.monotonic()
         self.state = "held"
 
-    def line(self, timeout_s: float) -> bytes:
-        """The first line; waits at most timeout_s, b"" after that or at the end of the input."""
-        text, deadline = bytearray(), time.monotonic() + timeout_s
-        while not text.endswith(b"\n"):
-            chunk = self._read(deadline - time.monotonic(), 2**16)
-            if not chunk:
+    def line(self, silence_s: float) -> bytes:
+        """The first line; waits at most silence_s for each piece. b"" after that, or at the end of the input."""
+        text = bytearray()
+        while b"\n" not in text:
+            chunk = self._read(silence_s, 2**16)
+            if not chunk or len(text) > MAX_JOB_BYTES:
                 return b""
             text += chunk
-        # The launcher sends no beat before BEAT_S, so that nothing follows the line yet.
-        return bytes(text)
+        line, _, _beats = text.partition(b"\n")
+        self._heard_at = time.monotonic()
+        return bytes(line)
 
     def tend(self, wait_s: float) -> None:
         """Take in what came; `state` says "closed" or "silent" once the lifeline broke. Waits at most wait_s."""
@@ -81,30 +83,20 @@ def run(job: Job, lifeline: Lifeline) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, on_signal)
-    private = _private_folder()
-    child: Child | None = None
-    try:
+    with private_folder() as private:
         child = _start(job, private)
-        while child.returncode is None and not caught and lifeline.state == "held":
-            lifeline.tend(_POLL_S)
-        status = child.returncode
-    finally:
-        if child is not None:
+        try:
+            while child.returncode is None and not caught and lifeline.state == "held":
+                lifeline.tend(_POLL_S)
+            status = child.returncode
+        finally:
             stop_all([child], job.stop_s)
-        shutil.rmtree(private, ignore_errors=True)
     if status is not None:
         return 128 - status if status < 0 else status
     if caught:
         return 128 + caught[0]
     _say(f"agent: the launcher is gone (standard input {lifeline.state}); {job.role} was stopped")
     return LOST
-
-
-def _private_folder() -> Path:
-    """For the config and the keys: in memory where the host has a file system there, so that no disk keeps a key."""
-    memory = "/dev/shm"
-    place = memory if "TMPDIR" not in os.environ and os.access(memory, os.W_OK) else None
-    return Path(tempfile.mkdtemp(prefix="asyncrl-agent-", dir=place))
 
 
 def _start(job: Job, private: Path) -> Child:

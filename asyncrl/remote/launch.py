@@ -1,6 +1,6 @@
 """The launcher of a fleet: starts every role through its agent, waits until they are ready, watches and stops them.
 
-It owns the policy (what is started again, what ends the run) and knows nothing of ssh or SLURM.
+asyncrl.restarts says what is started again and what ends the run. It knows nothing of ssh or SLURM.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from types import FrameType
 
 from asyncrl.config import Config, to_yaml
 from asyncrl.errors import RunError
-from asyncrl.process import Child, Restarts, was_killed
-from asyncrl.remote.agent import BEAT_S, LOST
+from asyncrl.process import Child
+from asyncrl.remote.agent import BEAT_S
 from asyncrl.remote.job import Job, read_keys
 from asyncrl.remote.plan import Fleet, at_address
 from asyncrl.remote.reach import Reach
+from asyncrl.restarts import RestartPolicy, Verdict, was_killed
 
 POLL_S = 0.2
-GRACE_S = 20.0
-"""How long the learner may outlive a replay or a fleet that left in order."""
-PIPE_BYTES = 2**20
-"""A job must fit into the pipe, so that writing it never waits."""
+BEAT = b"\n"
 MARGIN_S = 8.0
 """Time beyond run.shutdown_s that an agent and the way to it get for the end."""
 
@@ -45,16 +43,12 @@ class Launcher:
         # Read once, so that a folder made for this run need not outlive its start. By whether the host serves.
         self.keys = {s: read_keys(folder, replay.client, s) if folder else {} for s in (True, False)}
         self.children: dict[str, Child] = {}
-        r = config.run
-        # Every generator has its own, so that a dead node does not use up those of the others.
-        limits = {"replay": r.max_replay_restarts, "learner": r.max_learner_restarts}
-        self.restarts = {name: Restarts(limits.get(name, r.max_generator_restarts)) for name in self.hosts}
-        self.due: dict[str, float] = {}
+        self.lifelines: dict[str, Lifeline] = {}
+        self.policy = RestartPolicy(config.run, [n for n in self.hosts if n not in ("replay", "learner")])
         self.joined: set[str] = set()
         self.follower: Follower
         self.signal = 0
         self.beat_at = 0.0
-        self.gone_since: dict[str, float] = {}
 
     # --- starting -------------------------------------------------------------------------------
 
@@ -87,25 +81,24 @@ class Launcher:
         return ""
 
     def _start(self, name: str) -> None:
-        log = self.logs / f"{name}.log"
-        with open(log, "ab") as out:
-            begin = out.tell()
-            process = subprocess.Popen(
-                self.reach.command(name, self.hosts[name]), stdin=subprocess.PIPE, stdout=out,
-                stderr=subprocess.STDOUT, start_new_session=True, pipesize=PIPE_BYTES,
-            )  # fmt: skip
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)
         again = name in self.children
+        job = self._job(name, again).to_line()
         if again:
-            _let_go(self.children[name].process)
+            self.lifelines[name].let_go()
+        log = self.logs / f"{name}.log"
+        try:
+            with open(log, "ab") as out:
+                begin = out.tell()
+                process = subprocess.Popen(
+                    self.reach.command(name, self.hosts[name]), stdin=subprocess.PIPE, stdout=out,
+                    stderr=subprocess.STDOUT, start_new_session=True,
+                )  # fmt: skip
+        except OSError as exc:
+            raise RunError(f"{name} on {self.hosts[name]} cannot be started from here: {exc}") from exc
         self.children[name] = Child(name, process, log, begin)
+        self.lifelines[name] = Lifeline(process, job)
         if name == "replay":
             self.follower = Follower(log, begin)
-        job = self._job(name, again).to_line()
-        if len(job) > PIPE_BYTES:
-            raise RunError(f"the config and keys of {name} are {len(job)} bytes; at most {PIPE_BYTES} can be sent")
-        _write(process, job)
         say(f"started {name} on {self.hosts[name]} (log {log})")
 
     def _job(self, name: str, again: bool) -> Job:
@@ -132,66 +125,31 @@ class Launcher:
         self._beat()
         self._note_joined()
         now = time.monotonic()
-        for name in [n for n, at in self.due.items() if at <= now]:
-            del self.due[name]
+        for name in self.policy.starts(now):
             self._start(name)
-        if self._check_learner(now):
-            return True
-        self._check_replay(now)
-        self._check_generators(now)
+        # What the learner says of the run's end goes before the others.
+        for name in sorted(self.children, key=lambda n: n != "learner"):
+            status = self.children[name].returncode
+            if status is not None and not self.policy.judged(name) and self._judge(name, status, now):
+                return True
+        if (gone := self.policy.missing(now)) is not None:
+            raise _failure(gone if gone == "replay" else f"every generator ended; {gone}", self.children[gone])
         return False
 
-    def _check_learner(self, now: float) -> bool:
-        learner = self.children["learner"]
-        status = learner.returncode
-        if status is None or "learner" in self.due:
-            return False
-        if status == 0:
-            return True
-        lost = was_killed(status) or status == LOST
-        if not (lost and self._again("learner", now)):
-            raise _failure("learner", learner)
-        return False
-
-    def _check_replay(self, now: float) -> None:
-        replay = self.children["replay"]
-        status = replay.returncode
-        if status is None or "replay" in self.due or (status == 0 and not self._for_long("replay", now)):
-            return
-        if status in (0, 2) or replay.erred or not self._again("replay", now):
-            raise _failure("replay", replay)
-
-    def _check_generators(self, now: float) -> None:
-        """Start again what died. What cannot be is set aside; the run goes on while one is left."""
-        fleet = {n: c for n, c in self.children.items() if n not in ("replay", "learner")}
-        for name, child in fleet.items():
-            if child.returncode and name not in self.due and name not in self.gone_since:
-                self.joined.discard(name)
-                if not self._again(name, now):
-                    self.gone_since[name] = now
-                    limit = f"run.max_generator_restarts={self.config.run.max_generator_restarts}"
-                    say(f"{name} on {self.hosts[name]} is set aside: it was started again {limit} times")
-        ended = [c for n, c in fleet.items() if c.returncode is not None and n not in self.due]
-        if not fleet or len(ended) < len(fleet):
-            return
-        if any(c.returncode for c in ended) or self._for_long("generators", now):
-            last = max(ended, key=lambda c: abs(c.returncode or 0))
-            raise RunError(f"every generator ended; {last.name} with status {last.returncode}:\n{last.cause()}")
-
-    def _again(self, name: str, now: float) -> bool:
-        child = self.children[name]
-        at = self.restarts[name].plan(child, now)
-        if at is None:
-            return False
-        self.due[name] = at
-        status = child.returncode or 0
-        say(f"{name} on {self.hosts[name]} ended with status {status} and is started again")
-        if not was_killed(status):
+    def _judge(self, name: str, status: int, now: float) -> bool:
+        """Do what the policy says of a role that ended. True when the run is over; RunError when it failed."""
+        child, who = self.children[name], f"{name} on {self.hosts[name]}"
+        verdict = self.policy.ended(name, status, child.erred, child.lived_s, now)
+        if verdict is Verdict.FAILED:
+            raise _failure(name, child)
+        self.joined.discard(name)
+        if verdict is Verdict.AGAIN:
+            say(f"{who} ended with status {status} and is started again")
+        elif verdict is Verdict.ASIDE:
+            say(f"{who} ended with status {status} and is set aside")
+        if verdict is Verdict.ASIDE or (verdict is Verdict.AGAIN and not was_killed(status)):
             say(child.cause())
-        return True
-
-    def _for_long(self, what: str, now: float) -> bool:
-        return now - self.gone_since.setdefault(what, now) > GRACE_S
+        return verdict is Verdict.FINISHED
 
     def _note_joined(self) -> None:
         """Replay's log says who joined."""
@@ -202,17 +160,18 @@ class Launcher:
                 say(f"{match[1]} on {self.hosts[match[1]]} joined")
 
     def _beat(self) -> None:
-        if time.monotonic() - self.beat_at >= BEAT_S:
+        beat = time.monotonic() - self.beat_at >= BEAT_S
+        if beat:
             self.beat_at = time.monotonic()
-            for child in self.children.values():
-                _write(child.process, b"\n")
+        for lifeline in self.lifelines.values():
+            lifeline.push(beat)
 
     # --- stopping -------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Let go of every lifeline; what has not ended run.shutdown_s and a margin later is killed here."""
-        for child in self.children.values():
-            _let_go(child.process)
+        for lifeline in self.lifelines.values():
+            lifeline.let_go()
         deadline = time.monotonic() + self.config.run.shutdown_s + MARGIN_S
         for child in self.children.values():
             try:
@@ -220,6 +179,33 @@ class Launcher:
             except subprocess.TimeoutExpired:
                 say(f"no answer from {child.name} on {self.hosts[child.name]}; given up", error=True)
                 _end(child.process)
+
+
+class Lifeline:
+    """The pipe to an agent: first the job, then a beat now and then. Never waits, whatever the pipe holds.
+
+    A pipe holds 64 KiB, and 4 KiB once this user has many of them.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], job: bytes) -> None:
+        assert process.stdin is not None
+        self._pipe, self._left = process.stdin, job
+        os.set_blocking(self._pipe.fileno(), False)
+        self.push()
+
+    def push(self, beat: bool = False) -> None:
+        """Write what fits of the job. beat: say that the launcher lives, once the job is through."""
+        data = self._left or (BEAT if beat else b"")
+        # A beat that does not fit is one of many; a pipe that broke shows as an end of the process.
+        with contextlib.suppress(BlockingIOError, BrokenPipeError, ValueError):
+            while data:
+                data = data[os.write(self._pipe.fileno(), data) :]
+                self._left = data
+
+    def let_go(self) -> None:
+        """Close it: the agent stops its role."""
+        with contextlib.suppress(OSError):
+            self._pipe.close()
 
 
 class Follower:
@@ -284,20 +270,6 @@ def _signals(launcher: Launcher) -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-
-
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    """What does not fit is left out: a beat of many. A pipe that broke shows as an end of the process."""
-    assert process.stdin is not None
-    with contextlib.suppress(BlockingIOError, BrokenPipeError, ValueError):
-        os.write(process.stdin.fileno(), data)
-
-
-def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """Close the lifeline."""
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):
-        process.stdin.close()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

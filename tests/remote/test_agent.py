@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pytest
@@ -12,9 +14,10 @@ import pytest
 from asyncrl.config import to_yaml
 from asyncrl.errors import ConfigError
 from asyncrl.remote import agent as module
-from asyncrl.remote.agent import LOST, Lifeline
+from asyncrl.remote.agent import Lifeline
 from asyncrl.remote.job import Job, from_line, read_keys, write_keys
 from asyncrl.remote.plan import changed
+from asyncrl.restarts import LOST
 from asyncrl.transport import keys
 from asyncrl.transport.rendezvous import wait_for_address
 from tests.replay.test_process import make_config
@@ -26,13 +29,8 @@ AGENT = [sys.executable, "-m", "asyncrl.remote.agent"]
 def start(tmp_path):
     started = []
 
-    def begin(job, *extra):
-        private = tmp_path / "tmp"
-        private.mkdir(exist_ok=True)
-        process = subprocess.Popen(
-            AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(private)},
-        )  # fmt: skip
+    def begin(job):
+        process = subprocess.Popen(AGENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         started.append(process)
         process.stdin.write(job if isinstance(job, bytes) else job.to_line())
         process.stdin.flush()
@@ -51,11 +49,25 @@ def replay_job(tmp_path, **changes):
     return config, Job(**({"role": "replay", "config": to_yaml(config)} | changes))
 
 
+def curve_job(tmp_path):
+    """Replay with keys that travel: its config names a folder that is not there."""
+    made = tmp_path / "keys"
+    keys.new(made, ["client", "other"])
+    config = make_config(tmp_path, bind="tcp://127.0.0.1:*", security="curve", keys=str(made))
+    elsewhere = changed(config, replay={"keys": "not-here"})
+    return elsewhere, Job(role="replay", config=to_yaml(elsewhere), keys=read_keys(made, "client", serves=True))
+
+
 def serving(config, process):
     """Wait for replay; its process."""
     wait_for_address(config.run_dir / "replay.address", 60.0)
     (role,) = psutil.Process(process.pid).children()
     return role
+
+
+def private(process):
+    """The private folders of an agent."""
+    return list(Path("/dev/shm").glob(f"asyncrl-private-{os.getuid()}-{process.pid}-*"))
 
 
 def ends(role, seconds=20.0):
@@ -73,7 +85,7 @@ def test_the_status_is_the_roles_and_nothing_stays(start, tmp_path):
     process = start(job)
     out = process.stdout.read().decode()
     assert process.wait(60) == 0 and f"dir: {config.run.dir}" in out
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert private(process) == []
 
 
 def test_the_end_of_the_input_stops_the_role_in_order(start, tmp_path):
@@ -128,20 +140,40 @@ def test_what_is_no_job_is_refused(start):
 
 
 def test_the_keys_travel_with_the_job_and_serve(start, tmp_path):
-    made = tmp_path / "keys"
-    keys.new(made, ["client", "other"])
-    config = make_config(tmp_path, bind="tcp://127.0.0.1:*", security="curve", keys=str(made))
-    travelling = read_keys(made, "client", serves=True)
-    elsewhere = changed(config, replay={"keys": "not-here"})
-    process = start(Job(role="replay", config=to_yaml(elsewhere), keys=travelling))
-    serving(elsewhere, process)
-    (private,) = (tmp_path / "tmp").iterdir()
-    assert {str(p.relative_to(private / "keys")) for p in (private / "keys").rglob("*") if p.is_file()} == {
+    config, job = curve_job(tmp_path)
+    process = start(job)
+    serving(config, process)
+    (folder,) = private(process)
+    assert {str(p.relative_to(folder / "keys")) for p in (folder / "keys").rglob("*") if p.is_file()} == {
         "server.key", "server.pub", "clients/client.key", "allowed/client.pub", "allowed/other.pub",
     }  # fmt: skip
     process.stdin.close()
     process.wait(30)
-    assert not private.exists()
+    assert not folder.exists()
+
+
+def test_keys_that_a_killed_agent_left_go_away_with_the_next_agent(start, tmp_path):
+    config, job = curve_job(tmp_path)
+    process = start(job)
+    role = serving(config, process)
+    (folder,) = private(process)
+    process.kill()
+    process.wait(30)
+    assert (folder / "keys/server.key").exists() and ends(role)
+    assert start(Job(role="no-role", config="")).wait(60) == 2
+    assert not folder.exists()
+
+
+def test_beats_may_follow_the_job_at_once_and_the_job_may_come_in_pieces():
+    job = Job(role="learn", config="x" * 2**17)
+    inside, outside = os.pipe()
+    with os.fdopen(outside, "wb") as out, ThreadPoolExecutor() as pool:
+        line = pool.submit(Lifeline(inside).line, 60.0)
+        out.write(job.to_line() + b"\n\n\n")
+        out.flush()
+        assert from_line(line.result()) == job
+    assert Lifeline(inside).line(60.0) == b""
+    os.close(inside)
 
 
 def test_a_clients_host_gets_no_secret_but_its_own(tmp_path):
