@@ -22,7 +22,7 @@ from asyncrl.engines.base import SourceReader, check_request
 from asyncrl.engines.batch import Batch
 from asyncrl.engines.choose import make_decoder
 from asyncrl.engines.requests import Request
-from asyncrl.engines.worker import Reply, Worker
+from asyncrl.engines.worker import Reply, Worker, in_thread
 from asyncrl.errors import EngineError, WeightSyncError
 from asyncrl.models.describe import describe
 from asyncrl.models.finite import is_finite
@@ -37,7 +37,8 @@ class TorchEngine:
 
     version: label of the folder's weights. threads: torch threads of this process. max_rows: responses
     that run at a time, more wait. max_length: bound on prompt + response (default: what the model was
-    made for, at most 4096); memory grows with what is used. seed: of the sampling. Raises ConfigError
+    made for, at most 4096); memory grows with what is used. seed: of the sampling. answer_s: longest time
+    between two decode steps, loads and long prompts included; beyond, the engine hangs. Raises ConfigError
     for an unusable folder, EngineError when config and modules disagree about the routes.
     """
 
@@ -53,9 +54,10 @@ class TorchEngine:
         seed: int = 0,
         device: str = "cpu",
         attention: str = "sdpa",
+        answer_s: float = 60.0,
     ) -> None:
         torch.set_num_threads(threads)
-        self._threads = threads
+        self._threads, self._answer_s = threads, answer_s
         self._info = describe(model_path)
         # grouped_mm has no float64 kernel.
         experts = "eager" if dtype == "float64" else "grouped_mm"
@@ -99,7 +101,8 @@ class TorchEngine:
     ) -> list[Completion]:
         """n samples of one prompt. EngineError when refused or failed; cancelling the task frees its rows.
 
-        After limit_s those that are finished, in order, perhaps none; the rows of the others are freed.
+        After limit_s those that are finished, in order, perhaps none; the rows of the others are freed. EngineError
+        when the decoding thread does not come to that.
         sampling.seed: the same seed and weights give the same samples, up to rounding, whatever else runs;
         None takes the engine's own stream.
         """
@@ -114,6 +117,9 @@ class TorchEngine:
             done, _ = await asyncio.wait([reply.future], timeout=limit_s)
             if not done:
                 self._worker.send(lambda: self._batch.cut(request))
+                done, _ = await asyncio.wait([reply.future], timeout=self._answer_s)
+                if not done:
+                    raise EngineError(f"the engine hangs: no decode step ended within {self._answer_s:g} s")
             completions: list[Completion] = await reply.future
         except asyncio.CancelledError:
             with contextlib.suppress(EngineError):  # the thread has ended, and its rows with it
@@ -122,19 +128,19 @@ class TorchEngine:
         return completions
 
     async def load(self, version: Version, source_reader: SourceReader) -> None:
-        """Read and check in a helper thread, then copy between two decode steps; running responses go on.
+        """Read and check in a worker thread, then copy between two decode steps; running responses go on.
 
         WeightSyncError (unreadable, not finite, other names or shapes, older than what is held) leaves the
         label and the weights as they were.
         """
         self._refuse_older(version)
-        weights = await asyncio.to_thread(_read, source_reader)
+        weights = await in_thread(lambda: _read(source_reader))
         reply = self._worker.reply()
         self._worker.send(lambda: self._load_now(version, weights, reply))
         await reply.future
 
     def close(self) -> None:
-        """Stop decoding; what still waits fails with EngineError. Waits for the running step, at most 10 s."""
+        """Stop decoding; what still waits fails with EngineError. Waits for the running step, at most 2 s."""
         self._worker.close()
 
     # --- in the thread ----------------------------------------------------------------------------

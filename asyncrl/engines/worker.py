@@ -11,7 +11,8 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from asyncrl.errors import EngineError
 
@@ -19,10 +20,11 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.5
 """The thread looks up this often even if nobody wakes it."""
-_CLOSE_S = 10.0
-"""How long close waits for the running step."""
+_CLOSE_S = 2.0
+"""How long close waits for the running step. With generator.leave.LEAVE_S it fits into run.shutdown_s."""
 
 Job = Callable[[], None]
+T = TypeVar("T")
 
 
 class Reply:
@@ -44,6 +46,18 @@ class Reply:
             self.future.set_result(result)
         else:
             self.future.set_exception(error)
+
+
+async def in_thread(job: Callable[[], T]) -> T:
+    """What job returns or raises. Unlike with asyncio.to_thread, the loop does not wait at its end for one left behind.
+
+    The interpreter would; a role ends by process.end.
+    """
+    executor = ThreadPoolExecutor(1, "job")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, job)
+    finally:
+        executor.shutdown(wait=False)
 
 
 class Worker:
@@ -81,7 +95,7 @@ class Worker:
             self._wake.notify_all()
 
     def close(self) -> None:
-        """End the thread; waits for its running step, at most 10 s. What still waits fails with EngineError."""
+        """End the thread; waits for its running step, at most 2 s. What still waits fails with EngineError."""
         with self._wake:
             self._closed = True
             self._wake.notify_all()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import ConfigError, TrainingError
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.step import Updater
-from asyncrl.learner.table import all_max
+from asyncrl.learner.table import all_bytes, all_max
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,12 @@ FOLDER = "checkpoints"
 FORMAT = 1
 STATE = "state.json"
 _BLOCK = 2**24
+
+_SLICE_S = 1.0
+"""Files are read in slices of this length, so that no rank waits for another longer than a collective may take."""
+
+Hashes = dict[str, str]
+"""xxh3 of files by name."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -58,7 +65,7 @@ class _State(msgspec.Struct, frozen=True):
     format: int
     fingerprint: str
     progress: Progress
-    files: dict[str, str]
+    files: Hashes
 
 
 class Checkpoints:
@@ -82,7 +89,8 @@ class Checkpoints:
         if -all_max([-len(names)], self._world)[0] != all_max([len(names)], self._world)[0]:
             raise TrainingError(f"the ranks see different files in {self._folder}; they must share the run folder")
         for folder in sorted((self._folder / n for n in names), key=_age, reverse=True):
-            why = self._damage(folder)
+            listed, why = self._state(folder)
+            why = self._damage(folder, listed) or why
             if not any(all_max([bool(why)], self._world)):
                 progress = self._read(folder, policy, updater)
                 if damaged and self._world.is_writer:
@@ -112,23 +120,59 @@ class Checkpoints:
             log.error("%s was not written: %s", final, exc)
             self._clear_leftovers()
             return False
-        failed = False
-        if self._world.is_writer:
+        files, why = self._hash_all(aside)
+        if not why and self._world.is_writer:
             try:
-                self._seal(aside, final, progress)
+                self._seal(aside, final, progress, files)
             except OSError as exc:
-                log.error("%s was not written: %s", final, exc)
-                failed = True
-        return not any(all_max([failed], self._world))
+                why = str(exc)
+        if not any(all_max([bool(why)], self._world)):
+            return True
+        if self._world.is_writer:
+            log.error("%s was not written: %s", final, why)
+            # What is left of it would keep a full disk full.
+            shutil.rmtree(aside, ignore_errors=True)
+        return False
 
     def remove(self) -> None:
         """The run is over: nobody goes on from here."""
         if self._world.is_writer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _seal(self, aside: Path, final: Path, progress: Progress) -> None:
+    def _hash_all(self, aside: Path) -> tuple[Hashes, str]:
+        """Hashes of what lies in a folder, and what went wrong if not "", on every rank. A collective.
+
+        Every rank reads its share. Rank 0 says which files there are: over a network others may see them later.
+        """
+        found: Hashes = {}
+        why = ""
+        try:
+            names = sorted(f.name for f in aside.iterdir()) if self._world.is_writer else []
+        except OSError as exc:
+            names, why = [], str(exc)
+        names = msgspec.json.decode(all_bytes(msgspec.json.encode(names), self._world)[0], type=list[str])
+        why = self._hash_share(aside, names, found) or why
+        for part in all_bytes(msgspec.json.encode((found, why)), self._world):
+            theirs, failed = msgspec.json.decode(part, type=tuple[Hashes, str])
+            found, why = found | theirs, why or failed
+        return found, why
+
+    def _hash_share(self, folder: Path, names: list[str], found: Hashes) -> str:
+        """Hash this rank's share of the files into `found`; what went wrong, or "". A collective."""
+        work = _hashing(folder, names[self._world.rank :: self._world.size], found)
+        why, busy = "", False
+        while True:
+            until = time.monotonic() + _SLICE_S
+            try:
+                while (busy := next(work, False)) and time.monotonic() < until:
+                    pass
+            except OSError as exc:
+                why, busy = str(exc), False
+            if not any(all_max([busy], self._world)):
+                return why
+
+    def _seal(self, aside: Path, final: Path, progress: Progress, files: Hashes) -> None:
         """state.json, then the name. An older checkpoint of that name was damaged, or of an undone timeline."""
-        files = {f.name: _hash(f) for f in sorted(aside.iterdir())}
         state = _State(FORMAT, self._fingerprint, progress, files)
         (aside / STATE).write_bytes(msgspec.json.encode(state))
         shutil.rmtree(final, ignore_errors=True)
@@ -152,23 +196,26 @@ class Checkpoints:
                 shutil.rmtree(left, ignore_errors=True)
         all_max([0.0], self._world)
 
-    def _damage(self, folder: Path) -> str:
-        """What is wrong with a checkpoint, or "". Every rank reads its share of the files."""
+    def _state(self, folder: Path) -> tuple[Hashes, str]:
+        """The files of a checkpoint; none when state.json cannot be read, and why."""
         try:
             state = msgspec.json.decode((folder / STATE).read_bytes(), type=_State)
         except (OSError, msgspec.MsgspecError) as exc:
-            return f"{folder / STATE} cannot be read ({exc})"
+            return {}, f"{folder / STATE} cannot be read ({exc})"
         if state.format != FORMAT or state.fingerprint != self._fingerprint:
             raise ConfigError(
                 f"{folder / STATE} is of another model, model.dtype or asyncrl; {_REMEDY.format(self._folder)}"
             )
-        for name in sorted(state.files)[self._world.rank :: self._world.size]:
-            try:
-                if _hash(folder / name) != state.files[name]:
-                    return f"{folder / name} is damaged (its hash is another one)"
-            except OSError as exc:
-                return f"{folder / name} cannot be read ({exc})"
-        return ""
+        return state.files, ""
+
+    def _damage(self, folder: Path, files: Hashes) -> str:
+        """What is wrong with this rank's share of the files, or "". A collective."""
+        found: Hashes = {}
+        why = self._hash_share(folder, sorted(files), found)
+        if why:
+            return f"a file cannot be read ({why})"
+        broken = next((name for name, digest in found.items() if digest != files[name]), "")
+        return f"{folder / broken} is damaged (its hash is another one)" if broken else ""
 
     def _read(self, folder: Path, policy: Policy, updater: Updater) -> Progress:
         tensors = _tensors(policy, updater)
@@ -214,12 +261,15 @@ def _is_finite(tensor: Tensor) -> bool:
     return not local.is_floating_point() or bool(torch.isfinite(local).all())
 
 
-def _hash(file: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with file.open("rb") as data:
-        while block := data.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+def _hashing(folder: Path, names: Iterable[str], found: Hashes) -> Iterator[bool]:
+    """Hash files into `found`, one block at a step; True while it goes on."""
+    for name in names:
+        digest = xxhash.xxh3_64()
+        with (folder / name).open("rb") as data:
+            while block := data.read(_BLOCK):
+                digest.update(block)
+                yield True
+        found[name] = digest.hexdigest()
 
 
 def fingerprint(parts: Mapping[str, object]) -> str:

@@ -6,11 +6,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl import wire
 from asyncrl.arrays import Buffer
-from asyncrl.errors import TransportError
+from asyncrl.errors import NoAnswer, TransportError
 from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.rendezvous import Place, address_at, wait_for_address
 from asyncrl.transport.sockets import Client
@@ -19,8 +19,33 @@ from asyncrl.types import Group, ModelInfo, Version
 RESEND_S = 2.0
 """A request without an answer for this long is sent again (all of them are idempotent)."""
 
+REJOIN_S = 1.0
+"""A replay that does not know this learner is introduced to it this often at most."""
+
 MEANWHILE_S = 0.01
 """How often a waiting take looks whether there is something to announce."""
+
+
+ANSWER_SHARE = 0.75
+"""Share of a collective's timeout for which rank 0 waits for replay while the others wait for rank 0."""
+
+
+class Limit(NamedTuple):
+    """Longest wait for an answer in seconds, and which setting says so."""
+
+    seconds: float
+    key: str
+
+
+def answer_limit(start_timeout_s: float, collective_timeout_s: float, world_size: int) -> Limit:
+    """How long a commit, an announcement or a status may take: run.start_timeout_s, but never as long as other ranks
+    wait in a collective meanwhile, or an absent replay would end the run as a collective that timed out."""
+    share_s = ANSWER_SHARE * collective_timeout_s
+    if world_size == 1 or start_timeout_s <= share_s:
+        return Limit(start_timeout_s, "run.start_timeout_s")
+    return Limit(
+        share_s, f"{ANSWER_SHARE:g} of learner.collective_timeout_s={collective_timeout_s:g}, as other ranks wait"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +71,28 @@ class ReplayClient:
         timeout_s: float,
         keys: ClientKeys | None = None,
         settings: Mapping[str, str] | None = None,
+        answer: Limit | None = None,
     ) -> None:
-        """Waits for the address file, when `place` is one, and for replay's welcome, at most timeout_s each."""
+        """Waits for the address file, when `place` is one, and for replay's welcome, at most timeout_s each.
+
+        answer: longest wait for all that is asked later but takes, timeout_s by default.
+        """
         self._peer = f"learner-{rank}"
         self._place, self._address = place, wait_for_address(place, timeout_s)
         self._identity = f"{self._peer}-{uuid.uuid4().hex[:8]}".encode()
         self._keys, self._settings = keys, dict(settings or {})
         self._socket = Client(self._address, self._identity, keys)
         self._info = info
-        self._timeout_s = timeout_s
+        self._answer = answer or Limit(timeout_s, "run.start_timeout_s")
         self._boot = uuid.uuid4().hex
         self._seq = 0
         self._published: tuple[Version, str, int] | None = None
+        self._held: Version | None = None
+        self.epoch = 0
+        """Run epoch of all that is asked and told; set it before the first take."""
+        self._rejoined_at = -REJOIN_S
         try:
-            self.welcome = self._hello()
+            self.welcome = self._hello(Limit(timeout_s, "run.start_timeout_s"))
         except TransportError:
             self._socket.leave()
             raise
@@ -68,7 +101,7 @@ class ReplayClient:
         i = self._info
         return wire.Hello(
             wire.SCHEMA, "learner", self._peer, self._boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
-            i.fingerprint, settings=self._settings,
+            i.fingerprint, self._held, settings=self._settings,
         )  # fmt: skip
 
     def _follow(self) -> None:
@@ -86,8 +119,8 @@ class ReplayClient:
             (epoch, update), source, batches = self._published
             self._socket.send(wire.encode(wire.Published(epoch, update, source, batches=batches)))
 
-    def _hello(self) -> wire.Welcome:
-        message, _ = self._ask(self._introduction(), (wire.Welcome, wire.Refused), self._timeout_s)
+    def _hello(self, limit: Limit) -> wire.Welcome:
+        message, _ = self._ask(self._introduction(), (wire.Welcome, wire.Refused), limit)
         if isinstance(message, wire.Refused):
             raise TransportError(f"replay refused the learner: {message.reason}")
         assert isinstance(message, wire.Welcome)
@@ -97,11 +130,11 @@ class ReplayClient:
         self,
         request: wire.Message,
         answers: tuple[type, ...],
-        timeout_s: float,
+        limit: Limit,
         meanwhile: Callable[[], bool] | None = None,
     ) -> tuple[wire.Message, list[Buffer]]:
-        """Send until one of the answer kinds arrives. Waits for replay, at most timeout_s."""
-        deadline = time.monotonic() + timeout_s
+        """Send until one of the answer kinds arrives. Waits for replay at most that long; NoAnswer after."""
+        deadline = time.monotonic() + limit.seconds
         while (left := deadline - time.monotonic()) > 0:
             self._follow()
             self._socket.send(wire.encode(request))
@@ -123,11 +156,16 @@ class ReplayClient:
                 # An Ack may be a late one, of a request that was sent twice.
                 if isinstance(message, answers) and getattr(message, "seq", 0) == getattr(request, "seq", 0):
                     return message, list(frames[2:])
-        raise TransportError(f"replay did not answer {type(request).__name__} within {timeout_s:g} s")
+        raise NoAnswer(f"replay did not answer {type(request).__name__} within {limit.seconds:g} s ({limit.key})")
 
     def _rejoin(self, request: wire.Message) -> None:
-        """A replay that was started again at the same address did not read the request."""
-        if not isinstance(request, wire.Hello):
+        """A replay that was started again at the same address did not read the request.
+
+        It says so once for every copy of it that waited; one answer is enough.
+        """
+        now = time.monotonic()
+        if not isinstance(request, wire.Hello) and now - self._rejoined_at > REJOIN_S:
+            self._rejoined_at = now
             self._introduce()
             self._socket.send(wire.encode(request))
 
@@ -145,13 +183,14 @@ class ReplayClient:
         meanwhile: called often while it waits; True when it used this connection.
         """
         deadline = time.monotonic() + timeout_s
-        waiting, request = "nothing yet", wire.Take(take_id, update, rank, world)
+        waiting, request = "nothing yet", wire.Take(take_id, update, rank, world, self.epoch)
+        # A rank asks only after replay heard of its run epoch.
+        self._held = self._held or Version(self.epoch, update)
         while (left := deadline - time.monotonic()) > 0:
             try:
-                reply, buffers = self._ask(request, (wire.TakeReply,), min(left, 30.0), meanwhile)
-            except TransportError as exc:
-                if "did not answer" not in str(exc):
-                    raise
+                limit = Limit(min(left, 30.0), "asked again until learner.take_timeout_s")
+                reply, buffers = self._ask(request, (wire.TakeReply,), limit, meanwhile)
+            except NoAnswer as exc:
                 if waiting == "nothing yet":
                     waiting = str(exc)
                 continue
@@ -161,24 +200,24 @@ class ReplayClient:
             if reply.ready:
                 return _shard(reply, buffers)
             waiting = reply.waiting
-        raise TransportError(f"no take for update {update} within {timeout_s:g} s; replay waits for: {waiting}")
+        raise NoAnswer(f"no take for update {update} within {timeout_s:g} s; replay waits for: {waiting}")
 
     def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str], batch: int = 0) -> None:
         """Resolve the groups of one batch. update is the learner's clock after it, batch the batches before it."""
-        self._tell(wire.Commit(take_id, update, outcome, list(group_ids), self._next(), batch))
+        self._tell(wire.Commit(take_id, update, outcome, list(group_ids), self._next(), batch, self.epoch))
 
     def published(self, version: Version, source: str, batches: int = 0) -> None:
         """Announce a complete version that so many batches made; replay tells the generators."""
         self._tell(wire.Published(version.epoch, version.update, source, self._next(), batches))
-        self._published = version, source, batches
+        self._published, self._held = (version, source, batches), version
 
     def done(self, update: int) -> None:
         """Announce the last update."""
-        self._tell(wire.Done(update, self._next()))
+        self._tell(wire.Done(update, self._next(), self.epoch))
 
     def status(self) -> dict[str, Any]:
         """Gauges, counters and finished evaluations of replay."""
-        reply, _ = self._ask(wire.Status(), (wire.StatusReply,), self._timeout_s)
+        reply, _ = self._ask(wire.Status(), (wire.StatusReply,), self._answer)
         assert isinstance(reply, wire.StatusReply)
         return reply.state
 
@@ -187,11 +226,11 @@ class ReplayClient:
         return self._seq
 
     def _tell(self, message: wire.Commit | wire.Published | wire.Done) -> None:
-        self._ask(message, (wire.Ack,), self._timeout_s)
+        self._ask(message, (wire.Ack,), self._answer)
 
     def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
+        """Close the socket. Waits for nothing: every request had its answer, or its caller gave up."""
+        self._socket.leave()
 
 
 def _shard(reply: wire.TakeReply, buffers: Sequence[Buffer]) -> Shard:

@@ -17,7 +17,7 @@ from asyncrl.config import Config
 from asyncrl.errors import TrainingError
 from asyncrl.learner.batch import Row, rows_of
 from asyncrl.learner.checkpoint import Checkpoints, Progress
-from asyncrl.learner.client import ReplayClient, Shard
+from asyncrl.learner.client import ReplayClient, Shard, answer_limit
 from asyncrl.learner.fleet import FleetRates
 from asyncrl.learner.publish import export
 from asyncrl.learner.publishing import Due, Publishing
@@ -27,6 +27,7 @@ from asyncrl.learner.start import begin, evaluated, model_fingerprint
 from asyncrl.learner.step import Updater
 from asyncrl.learner.stop import StopSignal
 from asyncrl.learner.table import all_max
+from asyncrl.learner.taking import take_together
 from asyncrl.learner.update import Outcome, TakeState, run_update, score_take
 from asyncrl.metrics.sink import Sink, hold
 from asyncrl.models.describe import describe
@@ -35,10 +36,6 @@ from asyncrl.types import Version
 from asyncrl.weights.publisher import open_publisher
 
 log = logging.getLogger(__name__)
-
-ANNOUNCE_S = 0.05
-"""Longest wait for a version that is being written before a step begins: within a step it is announced between
-micro-batches only, and generators sample from the old one until then."""
 
 MAX_UNFORCED = 10
 """Updates under R3 without a single forced row before the run ends."""
@@ -61,7 +58,10 @@ class Learner:
         self.checkpoints = Checkpoints(run_dir, model_fingerprint(config, self.info), s.keep_checkpoints, world)
         found = self.checkpoints.load(self.policy, self.updater)
         place, settings = r.connect or run_dir / "replay.address", config.shared_settings()
-        self.client = ReplayClient(place, world.rank, self.info, limit_s, keys, settings)
+        self.client = ReplayClient(
+            place, world.rank, self.info, limit_s, keys, settings,
+            answer_limit(limit_s, s.collective_timeout_s, world.size),
+        )  # fmt: skip
         w, n = config.weights, config.staleness
         self.publisher = (
             open_publisher(
@@ -69,21 +69,21 @@ class Learner:
                 keys=config.weights_keys, with_delta=w.delta,
             ) if world.is_writer else None
         )  # fmt: skip
-        self.publishing = Publishing(self.publisher, world, s.collective_timeout_s)
-        self.due = Due(n.sync_every, n.max_lag)
+        due = Due(n.sync_every, n.max_lag)
+        self.publishing = Publishing(self.publisher, world, due, s.collective_timeout_s, self.client.published)
         # Between the micro-batches of a step.
         self.policy.register_forward_pre_hook(self._between)
         self.fleet = FleetRates()
         start = begin(found, self.client.welcome, world)
         self.epoch, self.update, self.batches, self.carry = start.epoch, start.update, start.batches, start.carry
+        self.client.epoch = start.epoch
         self.skipped, self.skipped_in_a_row = start.skipped, start.skipped_in_a_row
         self.unforced_in_a_row = start.unforced_in_a_row
-        self.take_id, self.published = 0, -1
+        self.take_id = 0
         self.saved, self.save_s = found.update if found is not None else -1, 0.0
         self.over = self._over()
         first = s.updates + 1 if self.over else start.update
         self.sink = Sink(run_dir, config.logging.tensorboard, first, start.epoch > 0, lock) if world.is_writer else None
-        self.sync_s = 0.0
         self.record_time = time.monotonic()
         self.evaluations = evaluated(run_dir) if start.epoch else set()
 
@@ -96,8 +96,9 @@ class Learner:
         all_max([0.0], self.world)
         while self.update < self.config.learner.updates:
             started = time.monotonic()
-            shard = self.client.take(
-                self.take_id, self.update, self.world.rank, self.world.size, self.config.learner.take_timeout_s,
+            s = self.config.learner
+            shard = take_together(
+                self.client, self.take_id, self.update, self.world, s.take_timeout_s, s.collective_timeout_s,
                 self.publishing.announce if self.publishing.unannounced else None,
             )  # fmt: skip
             self.train_on(shard, time.monotonic() - started)
@@ -127,7 +128,7 @@ class Learner:
             everything = [r for m in range(len(shard.batches)) for r in self._rows(shard, m)]
             state = score_take(self.policy, everything, self.config, self.info, self.world)
         for m in range(len(shard.batches)):
-            self.sync_s += self._announce_soon()
+            self.publishing.announce_soon()
             if self.update >= self.config.learner.updates:
                 return
             started, wall = time.monotonic(), time.time()
@@ -145,13 +146,6 @@ class Learner:
             self._record(used_at, outcome, step_s, waited)
             self._save_if_due(outcome)
             waited = 0.0
-
-    def _announce_soon(self) -> float:
-        """Seconds waited for a version that is nearly written."""
-        started = time.monotonic()
-        if self.publishing.unannounced:
-            self.publishing.announce(ANNOUNCE_S)
-        return time.monotonic() - started
 
     def _between(self, *_: object) -> None:
         self.publishing.announce()
@@ -207,31 +201,10 @@ class Learner:
         self.save_s = time.monotonic() - started
 
     def publish_if_due(self, num_batches: int = 1, final: bool = False) -> None:
-        """Begin to publish at update 0, every sync_every updates and at the end; begin again what failed.
-
-        num_batches: of the next take. The learner goes on meanwhile, but waits for a version without which that
-        take could not be had, for the first one and for the final one. A collective.
-        """
-        started, out, u = time.monotonic(), self.publishing, self.update
-        num_batches = max(1, min(num_batches, self.config.learner.updates - u))
-
-        def needed() -> bool:
-            return self.due.needed(u, self.published, num_batches)
-
-        self._settle(needed() or final)
-        if out.pending is not None or not (self.due.at(u, self.published) or (final and u != self.published)):
-            return
-        version, batches = Version(self.epoch, u), self.batches
-        out.begin(self.policy, version, lambda source: self.client.published(version, source, batches))
-        self._settle(needed() or final)
-        self.sync_s = time.monotonic() - started
-        if out.pending is None and needed():
-            raise TrainingError(f"no version could be published since update {self.published}; see the error above")
-
-    def _settle(self, wait: bool) -> None:
-        version = self.publishing.settle(wait)
-        if version is not None:
-            self.published = version.update
+        """Publish what is due before a take of num_batches, as far as the run still needs them. A collective."""
+        num_batches = max(1, min(num_batches, self.config.learner.updates - self.update))
+        version = Version(self.epoch, self.update)
+        self.publishing.publish_if_due(self.policy, version, self.batches, num_batches, final)
 
     def _record(self, used_at: int, outcome: Outcome, step_s: float, wait_s: float) -> None:
         if self.sink is None:
@@ -245,19 +218,20 @@ class Learner:
             "optim/stepped": float(outcome.step.outcome == "stepped"),
             "throughput/step_s": step_s,
             "throughput/wait_s": wait_s,
-            "throughput/sync_s": self.sync_s,
+            "throughput/sync_s": self.publishing.sync_s,
             **self.publishing.scalars(),
             "throughput/update_s": span,
             "throughput/learner_busy_fraction": min(1.0, step_s / span) if span > 0 else 0.0,
             "throughput/learner_tokens_per_s": float(outcome.table["tokens"].sum()) / span if span > 0 else 0.0,
             "throughput/fused_scoring": float(outcome.fused),
-            "staleness/published": float(self.published),
+            "staleness/published": float(self.publishing.published),
             "run/epoch": float(self.epoch),
             "run/checkpoint": float(self.saved),
             "run/checkpoint_s": self.save_s,
         }
         every = self.config.logging.histograms_every
         self.sink.write(used_at, scalars, histograms(outcome) if every and used_at % every == 0 else None)
+        self.publishing.sync_s = 0.0
         self._record_evaluations(state["evaluations"])
 
     def _record_evaluations(self, evaluations: list[dict[str, object]]) -> None:
@@ -300,5 +274,7 @@ def run(config: Config, run_dir: Path) -> None:
     try:
         learner.run()
     finally:
+        if stop is not None:
+            stop.closing()
         learner.close()
         torch.distributed.destroy_process_group()

@@ -26,6 +26,13 @@ log = logging.getLogger(__name__)
 CLOSE_S = 2.0
 """Longest wait for a version that is being written when the learner ends."""
 
+ANNOUNCE_S = 0.05
+"""Longest wait for a version that is being written before a step begins: within a step it is announced between
+micro-batches only, and generators sample from the old one until then."""
+
+Tell = Callable[[Version, str, int], None]
+"""Tells replay of a version, its source and how many batches made it."""
+
 _SLICE_S = 1.0
 _WRITTEN, _FAILED, _WRITING = 0.0, 1.0, 2.0
 
@@ -46,15 +53,23 @@ class Due(NamedTuple):
 
 
 class Publishing:
-    """One per rank; `begin` and `settle` are collectives."""
+    """One per rank."""
 
-    def __init__(self, publisher: Publisher | None, world: World, timeout_s: float) -> None:
-        """publisher: on rank 0, None elsewhere. timeout_s: longest time that one version may take to be written."""
-        self._publisher, self._world, self._timeout_s = publisher, world, timeout_s
+    def __init__(self, publisher: Publisher | None, world: World, due: Due, timeout_s: float, tell: Tell) -> None:
+        """publisher: on rank 0, None elsewhere. timeout_s: longest time that one version may take to be written.
+
+        tell: called once per version on rank 0, by the learner's thread, when it is complete.
+        """
+        self._publisher, self._world, self._due, self._timeout_s = publisher, world, due, timeout_s
+        self._tell = tell
         self._job: _Job | None = None
         self._began = 0.0
         self.pending: Version | None = None
         """Being written, or written and not yet settled."""
+        self.published = -1
+        """Update of the newest version that came out, -1 before the first."""
+        self.sync_s = 0.0
+        """Seconds that the learner stood still for versions; whoever records it sets it to 0."""
         self.write_s = 0.0
         """Seconds that the last version took to write."""
 
@@ -63,16 +78,47 @@ class Publishing:
         """True while a version is on its way that replay does not know of. Always False off rank 0."""
         return self._job is not None and not self._job.announced
 
-    def begin(self, policy: Policy, version: Version, tell: Callable[[str], None]) -> None:
-        """Copy the weights to the host and start writing them. A collective; nothing may be pending.
+    def publish_if_due(
+        self, policy: Policy, version: Version, batches: int, num_batches: int, final: bool = False
+    ) -> None:
+        """Begin to publish at update 0, every sync_every updates and at the end; begin again what failed. A collective.
 
-        tell(source): called once on rank 0, by the thread that calls `announce` or `settle`, when it is complete.
+        batches: that made this version. num_batches: of the next take. The learner goes on meanwhile, but waits for a
+        version without which that take could not be had, for the first one and for the final one.
         """
+        started = time.monotonic()
+        try:
+            self._publish_if_due(policy, version, batches, num_batches, final)
+        finally:
+            self.sync_s += time.monotonic() - started
+
+    def _publish_if_due(self, policy: Policy, version: Version, batches: int, num_batches: int, final: bool) -> None:
+        u = version.update
+
+        def needed() -> bool:
+            return self._due.needed(u, self.published, num_batches)
+
+        self._settle(needed() or final)
+        if self.pending is not None or not (self._due.at(u, self.published) or (final and u != self.published)):
+            return
+        self._begin(policy, version, batches)
+        self._settle(needed() or final)
+        if self.pending is None and needed():
+            raise TrainingError(f"no version could be published since update {self.published}; see the error above")
+
+    def _begin(self, policy: Policy, version: Version, batches: int) -> None:
+        """Copy the weights to the host and start writing them. A collective; nothing may be pending."""
         assert self.pending is None, f"{self.pending} is still being written"
         weights = host_copy(policy, self._world)
         self.pending, self._began = version, time.monotonic()
         if self._publisher is not None:
-            self._job = _Job(self._publisher, version, weights, tell)
+            self._job = _Job(self._publisher, version, weights, batches)
+
+    def announce_soon(self) -> None:
+        """Tell replay of a version that is complete or nearly so. No collective."""
+        started = time.monotonic()
+        self.announce(ANNOUNCE_S)
+        self.sync_s += time.monotonic() - started
 
     def announce(self, wait_s: float = 0.0) -> bool:
         """Tell replay of a version that is complete; waits for it at most wait_s. True when it did. No collective."""
@@ -80,23 +126,23 @@ class Publishing:
         if job is None or job.announced or not job.wait(wait_s) or job.source is None:
             return False
         job.announced = True
-        job.tell(job.source)
+        self._tell(job.version, job.source, job.batches)
         return True
 
-    def settle(self, wait: bool) -> Version | None:
-        """The version that came out since the last call, on every rank; None also when it failed. A collective.
+    def _settle(self, wait: bool) -> None:
+        """Note on every rank whether the pending version came out. A collective.
 
         wait: until the pending version is complete or failed. TrainingError when that takes more than timeout_s.
         """
         if self.pending is None:
-            return None
+            return
         while True:
             self.announce(_SLICE_S if wait else 0.0)
             state = all_max([self._job.state if self._job is not None else _WRITTEN], self._world)[0]
             if state != _WRITING:
                 break
             if not wait:
-                return None
+                return
             # In slices, so that no rank waits longer in a collective than the process group allows.
             late = all_max([time.monotonic() - self._began], self._world)[0]
             if late > self._timeout_s:
@@ -106,11 +152,12 @@ class Publishing:
                 )
         # It may have become complete between the two questions above.
         self.announce()
-        version, self.pending = self.pending, None
+        if state != _FAILED:
+            self.published = self.pending.update
+        self.pending = None
         if self._job is not None:
             self.write_s = self._job.seconds
             self._job = None
-        return None if state == _FAILED else version
 
     def scalars(self) -> dict[str, float]:
         """Metrics of rank 0."""
@@ -128,10 +175,8 @@ class Publishing:
 class _Job:
     """One version being written by a thread. source: set when it is complete, None while or if not."""
 
-    def __init__(
-        self, publisher: Publisher, version: Version, weights: dict[str, Tensor], tell: Callable[[str], None]
-    ) -> None:
-        self.version, self.tell, self.announced, self.seconds = version, tell, False, 0.0
+    def __init__(self, publisher: Publisher, version: Version, weights: dict[str, Tensor], batches: int) -> None:
+        self.version, self.batches, self.announced, self.seconds = version, batches, False, 0.0
         self.source: str | None = None
         self._done = threading.Event()
         # A daemon: a disk that hangs must not keep the process.

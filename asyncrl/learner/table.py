@@ -93,15 +93,13 @@ def gather(names: Sequence[Names], columns: Mapping[str, NDArray[np.float64]], w
     if world.size == 1:
         return Table(list(names), {k: local[:, i] for i, k in enumerate(keys)}, 0, len(names))
     sizes = _all_gather(torch.tensor([len(names), len(blob)], dtype=torch.int64), world)
-    rows_max, blob_max = (int(max(s[i] for s in sizes)) for i in range(2))
+    rows_max = int(max(s[0] for s in sizes))
     matrix = torch.zeros(rows_max, len(keys), dtype=torch.float64)
     matrix[: len(names)] = torch.from_numpy(local)
-    raw = torch.zeros(blob_max, dtype=torch.uint8)
-    raw[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
-    matrices, raws = _all_gather(matrix, world), _all_gather(raw, world)
+    matrices = _all_gather(matrix, world)
     everyone: list[Names] = []
-    for size, part in zip(sizes, raws, strict=True):
-        everyone += _decoder.decode(part[: int(size[1])].cpu().numpy().tobytes())
+    for part in _exchange(blob, [int(s[1]) for s in sizes], world):
+        everyone += _decoder.decode(part)
     whole = torch.cat([m[: int(s[0])] for m, s in zip(matrices, sizes, strict=True)]).cpu().numpy()
     start = int(sum(int(s[0]) for s in sizes[: world.rank]))
     return Table(everyone, {k: whole[:, i] for i, k in enumerate(keys)}, start, len(names))
@@ -115,6 +113,21 @@ def all_sum(values: Sequence[float], world: World) -> list[float]:
 def all_max(values: Sequence[float], world: World) -> list[float]:
     """Maxima over ranks of a short float64 vector. A collective."""
     return _reduce(values, world, dist.ReduceOp.MAX)
+
+
+def all_bytes(blob: bytes, world: World) -> list[bytes]:
+    """The bytes of every rank, in rank order. A collective."""
+    if world.size == 1:
+        return [blob]
+    sizes = _all_gather(torch.tensor([len(blob)], dtype=torch.int64), world)
+    return _exchange(blob, [int(s) for s in sizes], world)
+
+
+def _exchange(blob: bytes, sizes: list[int], world: World) -> list[bytes]:
+    """The same when all know each other's sizes."""
+    raw = torch.zeros(max(sizes), dtype=torch.uint8)
+    raw[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else raw[:0]
+    return [part[:n].cpu().numpy().tobytes() for n, part in zip(sizes, _all_gather(raw, world), strict=True)]
 
 
 def _reduce(values: Sequence[float], world: World, op: dist.ReduceOp.RedOpType) -> list[float]:

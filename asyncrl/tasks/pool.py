@@ -27,10 +27,14 @@ Request = tuple[str, str | None, str]
 
 
 class Score(NamedTuple):
-    """Outcome of one item: a reward in [0, 1], or None and the reason why there is none."""
+    """Outcome of one item: a reward in [0, 1], or None and the reason why there is none.
+
+    timed_out: the verifier gave no answer within its deadline.
+    """
 
     reward: float | None
     error: str = ""
+    timed_out: bool = False
 
 
 class RewardPool:
@@ -133,6 +137,8 @@ class RewardPool:
                 await worker.receive()
         except OSError as exc:  # a timeout is one, too
             worker.discard()
+            if self._closed:
+                raise TaskError("the reward pool was closed") from exc
             raise TaskError(
                 f"a reward worker did not start within {self._start_timeout_s} s (exit status "
                 f"{worker.process.returncode}; what it printed is in the log of this process)"
@@ -151,7 +157,7 @@ class RewardPool:
         except TimeoutError:
             worker.discard()
             self.counters["timeouts"] += 1
-            results.append(Score(None, f"timeout: no answer within {self._timeout_s} s"))
+            results.append(Score(None, f"timeout: no answer within {self._timeout_s} s", timed_out=True))
         except ConnectionError as exc:
             worker.discard()
             if self._closed:

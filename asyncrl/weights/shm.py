@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -30,6 +31,8 @@ from asyncrl.types import Version
 from asyncrl.weights.flat import DTYPES
 from asyncrl.weights.memory import Memory
 from asyncrl.weights.place import hold, place, remove, sweep
+
+log = logging.getLogger(__name__)
 
 _MAGIC = b"ARLWGT01"
 _TAIL = struct.Struct("<QQ8s")
@@ -115,18 +118,23 @@ class Publisher:
         return Memory(aside)
 
     def _drop_old(self, newest: Path) -> None:
-        """Take the names of all but the newest files; readers that mapped one keep its memory until they let go."""
-        others = (file for file in self.directory.glob("*.weights") if file != newest)
-        by_age = sorted(others, key=lambda file: file.stat().st_mtime_ns)
-        for old in by_age[: max(0, len(by_age) - (self._keep - 1))]:
-            memory = self._visible.pop(old, None)
-            if memory is None:  # of a publisher that was killed
-                old.unlink(missing_ok=True)
-                continue
-            memory.rename(old.with_name(f"{old.name}.part"))
-            if self._spare is not None:
-                self._spare.discard()
-            self._spare = memory
+        """Take the names of all but the newest files; readers that mapped one keep its memory until they let go.
+
+        What cannot be dropped stays visible until the next version: the newest one is out.
+        """
+        try:
+            others = (file for file in self.directory.glob("*.weights") if file != newest)
+            by_age = sorted(others, key=lambda file: file.stat().st_mtime_ns)
+            for old in by_age[: max(0, len(by_age) - (self._keep - 1))]:
+                if old not in self._visible:  # of a publisher that was killed
+                    old.unlink(missing_ok=True)
+                    continue
+                self._visible[old].rename(old.with_name(f"{old.name}.part"))
+                spare, self._spare = self._spare, self._visible.pop(old)
+                if spare is not None:
+                    spare.discard()
+        except OSError as exc:
+            log.warning("an old version stays in %s: %s", self.directory, exc)
 
     def close(self) -> None:
         """Remove every version and the directory. Safe to call twice."""
@@ -146,26 +154,49 @@ def read(source: str, version: Version) -> dict[str, Tensor]:
     VersionGone when the file is gone. WeightSyncError when it is not a complete version file, holds another
     version or does not match its checksum.
     """
+    mapped, inode = _map(source, version)
+    try:
+        return _tensors(source, version, mapped)
+    except WeightSyncError as exc:
+        if _is_at(source, inode):
+            raise
+        # Dropped between opening and locking it: a newer version may have been written over it.
+        raise VersionGone(f"version {version} cannot be read: it was dropped while it was opened ({exc})") from exc
+
+
+def _map(source: str, version: Version) -> tuple[mmap.mmap, int]:
+    """The file at source, locked for as long as it is mapped, and its inode."""
     try:
         with open(source, "rb") as file:
             # The mapping has a duplicate of the descriptor, which keeps the lock until the last tensor is gone.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size = os.fstat(file.fileno()).st_size
-            if size < _TAIL.size:
-                raise WeightSyncError(f"{source}: {size} bytes, not a version file")
+            status = os.fstat(file.fileno())
+            if not status.st_size:
+                raise WeightSyncError(f"{source}: 0 bytes, not a version file")
             # Copy on write: torch wants writable memory, the file must not change.
             mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             if sys.platform == "linux":
                 # All pages at once, as they are. A kernel that does not know how maps them at their first use.
                 with contextlib.suppress(OSError):
                     mapped.madvise(_POPULATE_READ)
+            return mapped, status.st_ino
     except BlockingIOError as exc:
         raise VersionGone(f"version {version} cannot be read: it is dropped, a newer one takes its place") from exc
     except FileNotFoundError as exc:
         raise VersionGone(f"version {version} cannot be read: {exc}") from exc
     except OSError as exc:
         raise WeightSyncError(f"version {version} cannot be read: {exc}") from exc
-    footer = _footer(source, mapped, size)
+
+
+def _is_at(source: str, inode: int) -> bool:
+    try:
+        return os.stat(source).st_ino == inode
+    except OSError:
+        return False
+
+
+def _tensors(source: str, version: Version, mapped: mmap.mmap) -> dict[str, Tensor]:
+    footer = _footer(source, mapped)
     if Version(*footer.version) != version:
         raise WeightSyncError(f"{source}: holds version {Version(*footer.version)}, not {version}")
     with memoryview(mapped) as view, view[: footer.nbytes] as data:
@@ -207,7 +238,10 @@ def _bytes(name: str, tensor: Tensor) -> tuple[str, memoryview]:
     return dtype, memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
-def _footer(source: str, mapped: mmap.mmap, size: int) -> _Footer:
+def _footer(source: str, mapped: mmap.mmap) -> _Footer:
+    size = len(mapped)
+    if size < _TAIL.size:
+        raise WeightSyncError(f"{source}: {size} bytes, not a version file")
     length, checksum, magic = _TAIL.unpack_from(mapped, size - _TAIL.size)
     if magic != _MAGIC or length > size - _TAIL.size:
         raise WeightSyncError(f"{source}: incomplete or not a version file")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncrl.errors import TransportError, WeightSyncError
 from asyncrl.models.finite import is_finite
-from asyncrl.transport.sockets import LINGER_S, Buffer, Server
+from asyncrl.transport.sockets import Buffer, Server
 from asyncrl.types import Version
 from asyncrl.weights.fetch import Base, newest, read
 from asyncrl.weights.flat import chunk, num_chunks, pack
@@ -28,6 +28,9 @@ from asyncrl.weights.versions import Offer, Versions
 __all__ = ["SCHEME", "Base", "Publisher", "newest", "read"]
 
 log = logging.getLogger(__name__)
+
+CLOSE_S = 1.0
+"""Longest wait for the serving thread to end; it may still be handing over a chunk."""
 
 _POLL_S = 0.1
 
@@ -82,9 +85,9 @@ class Publisher:
             return self.source
 
     def close(self) -> None:
-        """Stop serving; unsent chunks are waited for at most 2 s. Safe to call twice."""
+        """Stop serving; unsent chunks leave in the background, for at most 2 s. Safe to call twice."""
         self._stop.set()
-        self._thread.join(LINGER_S + 5)
+        self._thread.join(CLOSE_S)
 
     def _serve(self) -> None:
         try:

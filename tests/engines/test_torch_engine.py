@@ -1,6 +1,7 @@
 """The engine as a generator uses it: awaited from an event loop while its thread decodes."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,17 @@ def test_after_its_limit_a_request_gives_what_is_finished_and_frees_its_rows(eng
 
     whole, nothing, waiting, after = run(scenario())
     assert len(whole) == 2 and nothing == [] and waiting == [[], []] and len(after) == 8
+
+
+def test_a_decoding_thread_that_hangs_is_an_error_and_no_endless_wait(folder):
+    engine = TorchEngine(folder, version=Version(0, 0), max_rows=8, answer_s=0.3)
+    go_on = threading.Event()
+    try:
+        engine._worker.send(lambda: go_on.wait(60))
+        with pytest.raises(EngineError, match=r"the engine hangs: no decode step ended within 0\.3 s"):
+            run(engine.generate(PROMPT, 2, GREEDY, 0.1))
+        go_on.set()
+        assert len(run(engine.generate(PROMPT, 2, GREEDY, 60.0))) == 2
+    finally:
+        go_on.set()
+        engine.close()

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from asyncrl.engines.worker import Worker
+from asyncrl.engines.worker import Worker, in_thread
 from asyncrl.errors import EngineError
 
 
@@ -131,3 +131,23 @@ def test_a_done_job_holds_no_memory():
         worker.close()
 
     asyncio.run(scenario())
+
+
+def test_a_loop_ends_without_a_thread_that_hangs():
+    hangs, stopped = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        assert await in_thread(lambda: 3) == 3
+        with pytest.raises(KeyError):
+            await in_thread(lambda: {}["x"])
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await in_thread(hangs.wait)
+
+    def run() -> None:
+        asyncio.run(main())
+        stopped.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert stopped.wait(60) and not hangs.is_set()
+    hangs.set()

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from asyncrl.config import load_config
+from asyncrl.learner import checkpoint
 from asyncrl.learner.batch import rows_of
 from asyncrl.learner.checkpoint import Checkpoints, Progress
 from asyncrl.learner.shard import build_policy, init_world
@@ -28,6 +29,8 @@ def main():
     model_dir, base, run_dir, out, mode = sys.argv[1:6]
     torch.set_num_threads(1)
     world = init_world(60)
+    # Many slices, of which the ranks need different numbers.
+    checkpoint._SLICE_S, checkpoint._BLOCK = 0.0, 4096 * (1 + world.rank)
     config = load_config(base, [f"model.path={model_dir}"])
     info = describe(model_dir)
     policy = build_policy(model_dir, config.model.dtype, "sdpa", config.model.experts, 64, False, world)
@@ -38,6 +41,7 @@ def main():
         progress = checkpoints.load(policy, updater)
         carry, start = progress.carry, progress.update
         states.append(whole(policy, updater))
+    drawn = torch.get_rng_state()
     for u in range(start, 6):
         if mode == "save" and u == 3:
             states.append(whole(policy, updater))
@@ -48,6 +52,7 @@ def main():
         assert outcome.step.outcome == "stepped"
         carry = outcome.selection.carry
     states.append(whole(policy, updater))
+    assert torch.equal(torch.get_rng_state(), drawn), "an update drew a random number: checkpoints must save the state"
     if world.rank == 0:
         torch.save({"states": states, "carry": carry}, out)
     torch.distributed.destroy_process_group()

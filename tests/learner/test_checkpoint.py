@@ -8,17 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from asyncrl.config import validate
 from asyncrl.errors import ConfigError
 from asyncrl.learner.checkpoint import Checkpoints, Progress
-from asyncrl.learner.shard import World, build_policy
+from asyncrl.learner.shard import build_policy
 from asyncrl.learner.step import Updater
 from asyncrl.process import role_environment
 from tests.helpers.tiny_models import qwen3_moe
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.timeout(900)
+"""The first test waits for six runs of torchrun."""
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +75,6 @@ def test_another_number_of_ranks_goes_on_from_the_same_numbers(runs, before):
     assert_equal(saved["states"][0], loaded["states"][0])
     for name, tensor in saved["states"][1].items():
         torch.testing.assert_close(loaded["states"][1][name], tensor, rtol=0, atol=1e-9)
-
-
-@pytest.fixture(scope="module")
-def world():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield World(0, 1, torch.device("cpu"))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +172,25 @@ def test_a_checkpoint_holds_no_pickle(made, checkpoints, tmp_path):
     files = sorted(f.name for f in (tmp_path / "checkpoints" / "u2").iterdir())
     assert [f.rpartition(".")[2] for f in files] == ["safetensors", "json"]
     assert set(json.loads((tmp_path / "checkpoints" / "u2" / "state.json").read_text())["files"]) == {files[0]}
+
+
+def test_a_checkpoint_that_cannot_be_sealed_leaves_nothing_that_fills_the_disk(made, checkpoints, tmp_path, caplog):
+    checkpoints.save(*made, Progress(0, 2, 2, 0.0))
+    folder = tmp_path / "checkpoints"
+    (folder / "u4").write_text("a file where its name must go")
+    assert not checkpoints.save(*made, Progress(0, 4, 4, 0.0))
+    assert "u4 was not written" in caplog.text
+    assert sorted(f.name for f in folder.iterdir()) == ["u2", "u4"]
+
+
+def test_a_file_that_cannot_be_read_back_costs_the_checkpoint(made, checkpoints, tmp_path, caplog):
+    # A link to nowhere, beside the tensors.
+    aside = tmp_path / "checkpoints" / "u2.part"
+    aside.mkdir(parents=True)
+    (aside / "lost").symlink_to("nowhere")
+    assert not checkpoints.save(*made, Progress(0, 2, 2, 0.0))
+    assert "u2 was not written" in caplog.text and "lost" in caplog.text
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_disk_that_refuses_costs_the_checkpoint_and_not_the_run(made, checkpoints, tmp_path, caplog):

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.errors import WeightSyncError
+from asyncrl.errors import VersionGone, WeightSyncError
 from asyncrl.types import Version
 from asyncrl.weights.place import directory_of
 from asyncrl.weights.shm import Publisher, read
@@ -55,6 +55,61 @@ def test_round_trip_keeps_names_dtypes_shapes_and_bits(publisher: Publisher) -> 
     source = publisher.publish(V1, iter(weights().items()))
     assert same(read(source, V1), weights())
     assert stat.S_IMODE(os.stat(source).st_mode) == 0o600
+
+
+PAUSED = """
+import sys
+from pathlib import Path
+import torch
+from asyncrl.errors import WeightSyncError
+from asyncrl.types import Version
+from asyncrl.weights.shm import Publisher, read
+
+publisher = Publisher(Path(sys.argv[1]) / "weights", keep=1)
+source = publisher.publish(Version(0, 1), [("a", torch.ones(4))])
+todo = [Version(0, 3), Version(0, 2)]
+
+def meanwhile(event, args):
+    # The reader has opened the file and is about to lock it.
+    if event == "fcntl.flock" and len(todo) == 2:
+        while todo:
+            version = todo.pop()
+            publisher.publish(version, [("a", torch.full((4,), float(version.update)))])
+
+sys.addaudithook(meanwhile)
+try:
+    read(source, Version(0, 1))
+except WeightSyncError as exc:
+    print(type(exc).__name__, publisher.counters["reused"])
+publisher.close()
+"""
+
+
+def test_a_reader_that_paused_before_its_lock_finds_the_version_gone(tmp_path: Path) -> None:
+    """By then the memory that it opened holds a newer version: that is no damage."""
+    done = subprocess.run([sys.executable, "-c", PAUSED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "VersionGone 1\n", done.stderr
+
+
+def test_a_file_that_holds_another_version_under_its_name_is_refused(publisher: Publisher) -> None:
+    source = publisher.publish(V1, iter(weights().items()))
+    with pytest.raises(WeightSyncError, match=r"holds version 0\.1, not 0\.2") as refused:
+        read(source, V2)
+    assert not isinstance(refused.value, VersionGone)
+
+
+def test_an_old_version_that_cannot_be_dropped_does_not_undo_the_new_one(tmp_path: Path, caplog) -> None:
+    publisher = Publisher(tmp_path / "weights", keep=1)
+    old = Path(publisher.publish(V1, iter(weights(1.0).items())))
+    in_the_way = old.with_name(f"{old.name}.part") / "x"
+    in_the_way.mkdir(parents=True)
+    assert same(read(publisher.publish(V2, iter(weights(2.0).items())), V2), weights(2.0))
+    assert "an old version stays" in caplog.text and old.exists()
+    in_the_way.rmdir()
+    in_the_way.parent.rmdir()
+    publisher.publish(V3, iter(weights(3.0).items()))
+    assert visible(publisher) == ["1.2.weights"]
+    publisher.close()
 
 
 def test_files_lie_in_shared_memory_where_there_is_one(publisher: Publisher, tmp_path: Path) -> None:

@@ -727,7 +727,7 @@ def test_close_with_a_stalled_receiver_is_bounded(relay: Callable[..., Relay]):
         reading = pool.submit(read, between.source, V1, timeout_s=2.0)
         assert between.held.wait(20)
         publisher.close()
-        assert [t.name for t in threading.enumerate() if t.name == "weights"] == []
+        wait_for(lambda: not [t for t in threading.enumerate() if t.name == "weights"])
         with pytest.raises(WeightSyncError, match="no progress"):
             reading.result(30)
 
@@ -739,3 +739,13 @@ def test_another_process_reads_the_version(publisher: Publisher):
     done = subprocess.run([sys.executable, "-c", code, source], check=True, timeout=60, capture_output=True, text=True)
     # 0 + 1 + ... + 5, each plus 1.
     assert float(done.stdout) == 21.0
+
+
+def test_close_does_not_wait_for_chunks_that_nobody_takes(monkeypatch: pytest.MonkeyPatch):
+    publisher, taken = Publisher(), threading.Event()
+    end = publisher._server.close
+    monkeypatch.setattr(publisher._server, "close", lambda: (taken.wait(), end()))
+    publisher.close()
+    assert not taken.is_set() and publisher._thread.is_alive()
+    taken.set()
+    publisher._thread.join(60)

@@ -1,0 +1,25 @@
+"""Takes in every rank of a torchrun whose collectives may take 10 s. Usage: take_worker.py ADDRESS_FILE OUT_DIR"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from asyncrl.learner.client import ReplayClient
+from asyncrl.learner.shard import init_world
+from asyncrl.learner.taking import take_together
+from asyncrl.types import ModelInfo
+
+
+def main():
+    file, out = Path(sys.argv[1]), Path(sys.argv[2])
+    world = init_world(10)
+    client = ReplayClient(file, world.rank, ModelInfo((0, 1), 8, 2, 32, "f00d"), 60.0)
+    shard = take_together(client, 0, 1, world, 300.0, 10.0)
+    (out / str(world.rank)).write_text(str(shard.bounds))
+    client.close()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
