@@ -27,7 +27,7 @@ FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/trans
 # Debian packages of `make test-system`; .ci/run installs them.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge
 
-.PHONY: help quickstart model test test-fast test-system check format docs clean
+.PHONY: help quickstart model test test-fast test-system test-long check format docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test        install and run all tests but those of test-system, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
 	@echo "make test-system fleets over a real ssh and a real SLURM; as root, with $(SYSTEM_PACKAGES)"
+	@echo "make test-long   chaos (10 minutes), soak (20) and fuzz (5); SEED=n chooses the chaos"
 	@echo "make check       ruff, format and types, as CI runs them"
 	@echo "make format      rewrite the code in the house format"
 	@echo "make docs        write the generated pages of docs/ again"
@@ -70,6 +71,13 @@ test-fast: $(DEV)
 # A test here that lacks its packages is skipped with their names.
 test-system: $(DEV)
 	$(PY) -m pytest tests/fleet $(PYTEST_ARGS)
+
+# Each prints what it found and fails when something does not hold.
+SEED ?= 1
+test-long: $(DEV) model
+	$(PY) tools/chaos.py --minutes 10 --seed $(SEED)
+	$(PY) tools/soak.py --minutes 20
+	$(PY) tools/fuzz.py --minutes 5 --seed $(SEED)
 
 check: $(DEV)
 	tools/check

@@ -4,6 +4,7 @@ AsyncRLError
   + ConfigError       a setting is wrong; names key, value and remedy (also ValueError)
   + WireError         bytes that do not decode to a record (also ValueError)
   + TransportError    a peer cannot be reached, bound or does not answer in time
+  | + NoAnswer        a peer was asked and said nothing in time
   + EngineError       a generation engine failed or was refused by the probe
   + TrajectoryError   a response that cannot be used: misaligned or impossible log-probs (also ValueError)
   + RouteError        routes have the wrong shape, range or row count (also ValueError)
@@ -31,6 +32,10 @@ class WireError(AsyncRLError, ValueError):
 
 class TransportError(AsyncRLError, RuntimeError):
     """A socket cannot be bound, or a peer did not answer in time."""
+
+
+class NoAnswer(TransportError):
+    """A peer was asked, and said nothing in time."""
 
 
 class EngineError(AsyncRLError, RuntimeError):

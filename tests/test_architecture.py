@@ -50,7 +50,9 @@ BELOW: dict[str, set[str]] = {
 # Single modules besides: what replay must know of the model is torch-free.
 ALSO: dict[str, set[str]] = {"replay": {"asyncrl.models.describe"}}
 # Commands and supervision sit on top: they may import everything, nothing below imports them.
-TOP = {"__init__", "__main__", "cli", "launcher", "preflight", "process", "progress", "remote", "supervisor"}
+TOP = {
+    "__init__", "__main__", "cli", "launcher", "preflight", "process", "progress", "remote", "restarts", "supervisor",
+}  # fmt: skip
 
 # Third-party packages that live behind one border.
 HOMES: dict[str, set[str]] = {

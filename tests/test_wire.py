@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from asyncrl import wire
 from asyncrl.arrays import MAX_ARRAY_BYTES
@@ -488,3 +489,40 @@ def test_numbers_that_replay_could_not_save_are_refused(number):
     header[7][0][3][0][1] = number
     with pytest.raises(WireError, match="malformed group header"):
         wire.decode_group([b"group", msgspec.msgpack.encode(header), *wire.encode_group(group(trajectory()))[2:]])
+
+
+HELLO = wire.Hello(wire.SCHEMA, "generator", "g0", "b0", [0, 1], 8, 2, 100, "f", (0, 0))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Heartbeat((0, 0), {f"g{i}": 0.0 for i in range(65)}),
+        wire.Heartbeat((0, 0), {"g" * 65: 0.0}),
+        wire.Heartbeat((0, 0), {}, [(0.0, 1.0)] * (2**14 + 1)),
+        *(structs.replace(HELLO, **{name: "x" * 257}) for name in ("role", "peer_id", "boot_id", "fingerprint")),
+        structs.replace(HELLO, layers=[0] * 4097),
+        structs.replace(HELLO, leases=["l"] * (2**16 + 1)),
+        structs.replace(HELLO, kept=["l" * 1025]),
+        structs.replace(HELLO, settings={str(i): "" for i in range(257)}),
+        structs.replace(HELLO, settings={"a": "x" * (2**16 + 1)}),
+        wire.Failed("l" * 1025, "g", "r"),
+        wire.Failed("l", "g", "r" * (2**16 + 1)),
+        wire.EvalResult("e", (0, 0), [wire.EvalAnswer("p" * 1025, 0, True, 1.0, 9, "stop")]),
+        wire.EvalResult("e", (0, 0), [wire.EvalAnswer("p", 0, True, 1.0, 9, "s" * 257)]),
+        wire.Commit(0, 1, "trained", ["g"] * (2**16 + 1)),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_what_a_peer_may_make_replay_remember_is_bounded(message):
+    with pytest.raises(WireError, match="malformed header"):
+        wire.decode(wire.encode(message))
+
+
+def test_a_group_with_endless_names_is_refused():
+    frames = wire.encode_group(group(trajectory()))
+    for place in (1, 2):
+        header = msgspec.msgpack.decode(frames[1])
+        header[place] = "x" * 1025
+        with pytest.raises(WireError, match="malformed group header"):
+            wire.read_group([b"group", msgspec.msgpack.encode(header), *frames[2:]])

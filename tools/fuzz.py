@@ -3,7 +3,8 @@
     python tools/fuzz.py --minutes 5 --seed 0 [--keep FOLDER]
 
 Messages are mutations of good ones (cut frames, wrong byte counts, absurd lengths, foreign schema, pickles, duplicate
-ids, another E or K than announced), sent by DEALER peers; besides, raw connections speak broken ZMTP, announce frames
+ids, another E or K than announced), sent by DEALER peers; generators join under ever new names, with heartbeats as
+large as they may be and larger; besides, raw connections speak broken ZMTP, announce frames
 of 1 GB, never finish a message or never finish a handshake, and with --curve clients show keys that nobody allowed.
 Meanwhile a good peer asks for Status every second. It fails when a decoder raises anything but WireError, when
 replay dies, does not answer within --patience seconds, or holds more than --memory MB above its start, or when a
@@ -29,7 +30,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
-from fuzz_input import Bomb, Frames, attack, check_decoders, make_group, make_message, mutate
+from fuzz_input import Bomb, Frames, attack, check_decoders, make_group, make_heartbeat, make_message, mutate
 
 from asyncrl import wire
 from asyncrl.config import Config, validate
@@ -173,8 +174,11 @@ class Fuzzer:
             file = self.keep / f"{rng.getrandbits(32):08x}.msgpack"
             file.write_bytes(msgspec.msgpack.encode(frames))
             self.failures.append(f"{wrong} (kept in {file})")
-        if rng.random() < 0.02:
+        chance = rng.random()
+        if chance < 0.02:
             self.connect_raw()
+        elif chance < 0.04:
+            self.crowd()
         else:
             self.send(frames)
 
@@ -186,6 +190,14 @@ class Fuzzer:
             self.sent[attack(self.rng, raw)] += 1
         while len(self.raws) > 300 or (self.raws and self.rng.random() < 0.3):
             self.raws.pop(self.rng.randrange(len(self.raws))).close()
+
+    def crowd(self) -> None:
+        """One generator more, with much to say of itself."""
+        client = self.introduce("generator", f"{self.rng.getrandbits(64):0256x}")
+        with contextlib.suppress(TransportError):
+            client.send(make_heartbeat(self.rng), 2.0)
+        client.leave()
+        self.sent["names"] += 1
 
     def send(self, frames: Frames) -> None:
         """Frames from a generator, a learner, a stranger, or a client with a wrong key."""
@@ -214,16 +226,17 @@ class Fuzzer:
             role = "stranger"
         return self.introduce(role)
 
-    def introduce(self, role: str) -> Client:
-        """A peer of a role, or a stranger."""
+    def introduce(self, role: str, name: str = "") -> Client:
+        """A peer of a role, or a stranger. name: by default its role's."""
         client = Client(self.target.address, f"{role}-{self.rng.getrandbits(24)}".encode(), self.target.pair)
         m = self.target.model
+        name = name or ("learner-0" if role == "learner" else role)
         if role != "stranger":
             settings = self.target.config.shared_settings()
             client.send(
                 wire.encode(
                     wire.Hello(
-                        wire.SCHEMA, role, role, str(self.rng.random()), list(m.layers), m.num_experts, m.top_k,
+                        wire.SCHEMA, role, name, str(self.rng.random()), list(m.layers), m.num_experts, m.top_k,
                         m.vocab_size, m.fingerprint, (0, 0), settings=settings,
                     )
                 )

@@ -56,15 +56,18 @@ def make_group(rng: random.Random, lease: wire.LeaseMsg | None, model: ModelInfo
 
 def make_message(rng: random.Random) -> Frames:
     """A good message of a kind that peers send, with odd numbers."""
-    number = rng.choice([0, 1, -1, 2**31, 2**62, -(2**62)])
+    number = rng.choice([0, 1, -1, 2**31, 2**40, 2**62, -(2**62)])
+    update, epoch = rng.choice([0, number]), rng.choice([0, 0, number])
     made = rng.choice(
         [
             wire.LeaseRequest((0, number), number, number),
             wire.Heartbeat((0, number), {"x": float("nan")}, [(0.0, float("inf"))] * rng.randint(0, 2000)),
             wire.EvalResult("0.0", (0, number), [wire.EvalAnswer("e0", number, False, 1.0, number, "stop")]),
             wire.Failed("0/p1#1", "0/p1", "x" * rng.randint(0, 5000)),
-            wire.Take(number, number, number, number),
-            wire.Commit(number, rng.choice([0, number]), "trained", ["0/p1"] * rng.randint(0, 500), number, number),
+            wire.Take(number, update, rng.choice([0, number]), rng.choice([1, number]), epoch),
+            wire.Commit(rng.choice([0, number]), update, "trained", ["0/p1"] * rng.randint(0, 500), 1, number, epoch),
+            wire.Published(epoch, update, "nowhere", 1, number),
+            wire.Done(update, 1, epoch),
             wire.Ack(["x"], ["y"], number),
             wire.Cancel(["x"]),
             wire.Status(),
@@ -72,6 +75,12 @@ def make_message(rng: random.Random) -> Frames:
         ]
     )
     return [bytes(f) for f in wire.encode(made)]
+
+
+def make_heartbeat(rng: random.Random) -> Frames:
+    """As much as a heartbeat may say, or more."""
+    gauges = {f"{i:064d}": float(i) for i in range(64 * rng.choice([1, 1, 1, 2, 800]))}
+    return [bytes(f) for f in wire.encode(wire.Heartbeat((0, 0), gauges, [(float(i), i + 1.0) for i in range(512)]))]
 
 
 def mutate(rng: random.Random, frames: Frames, bomb: bytes) -> Frames:

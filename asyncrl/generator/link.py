@@ -24,6 +24,10 @@ PING_S = 3.0
 """Replay is asked for nothing, which it answers, after this much silence."""
 SILENCE_S = 10.0
 """Replay counts as gone after this much silence; Hello is said until it is back."""
+SEND_S = 10.0
+"""Longest wait for room for a message; it is dropped then."""
+REMIND_S = 60.0
+"""Hello is said this often in any case: it heals whatever answers of replay got lost unnoticed."""
 
 
 class Link:
@@ -44,13 +48,17 @@ class Link:
         self._address = wait_for_address(place, limit_s)
         self._client = AsyncClient(self._address, identity, keys)
         self._heard_at, self._rejoined_at = time.monotonic(), 0.0
+        self._tended_at = self._introduced_at = self._heard_at
         self.welcomed = False
 
     async def send(self, frames: list[Buffer]) -> None:
-        """Hand frames to the socket; TransportError when there is no room for 10 s."""
+        """Hand frames to the socket. Dropped when there is no room for SEND_S: what matters is said again."""
         client = self._client
         try:
-            await client.send(frames)
+            await client.send(frames, SEND_S)
+        except TransportError as exc:
+            # How long replay may be out of reach is decided by its silence.
+            log.warning("a message to replay was dropped: %s", exc)
         except asyncio.CancelledError:
             # Following replay closes the old socket, which cancels the sends that wait there; those are lost.
             task = asyncio.current_task()
@@ -59,15 +67,20 @@ class Link:
 
     async def hello(self) -> None:
         """Announce this generator; replay answers with the newest version."""
+        self._introduced_at = time.monotonic()
         await self.send(wire.encode(self._hello()))
 
     async def next(self) -> wire.Message | None:
         """The next message, None after a second without one. Tends the connection meanwhile."""
         frames = await self._client.recv(POLL_S)
+        now = time.monotonic()
+        if frames is not None:
+            self._heard_at = now
+        if frames is None or now - self._tended_at >= POLL_S:
+            self._tended_at = now
+            await self._tend(now)
         if frames is None:
-            await self._tend(time.monotonic())
             return None
-        self._heard_at = time.monotonic()
         try:
             message = wire.decode(frames)
         except WireError as exc:
@@ -89,7 +102,9 @@ class Link:
         if self.welcomed and silent > SILENCE_S:
             log.warning("replay at %s is silent for %.0f s; saying Hello until it is back", self._address, silent)
             self.welcomed = False
-        if self._follow() or not self.welcomed:
+        new = self._follow()
+        # What was on its way when a connection broke is lost on both sides.
+        if self._client.reconnected() or new or not self.welcomed or now - self._introduced_at > REMIND_S:
             await self.hello()
         elif silent > PING_S:
             held = self._hello().held

@@ -9,21 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import time
 import uuid
 from collections.abc import Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
-from asyncrl.engines.probe import probe
-from asyncrl.engines.torch_engine import TorchEngine
 from asyncrl.errors import (
     RouteError,
     TaskError,
@@ -38,13 +32,9 @@ from asyncrl.generator.leave import say, settle
 from asyncrl.generator.link import Link
 from asyncrl.generator.outbox import RESEND_S, Outbox
 from asyncrl.generator.sample import MixedVersions, OutOfTime, Sampler, held_tuple
-from asyncrl.models.describe import describe
-from asyncrl.tasks.base import read_stop_token_ids
-from asyncrl.tasks.pool import RewardPool
-from asyncrl.tasks.text import Decoder
 from asyncrl.transport.keys import client_keys
 from asyncrl.transport.rendezvous import Place
-from asyncrl.types import ModelInfo, Version
+from asyncrl.types import Version
 from asyncrl.weights.reader import Reader
 
 log = logging.getLogger(__name__)
@@ -57,6 +47,9 @@ LOAD_TIMEOUT_S = 180.0
 LOAD_RETRY_S = 1.0
 """Long enough for a newer announcement, or for the Stop of a run that is over, to arrive first."""
 
+REASON = 2000
+"""Characters of a reason that replay is told."""
+
 
 class Generator:
     """State of one generator process."""
@@ -66,17 +59,18 @@ class Generator:
         self.engine: Engine = sampler.engine
         self.boot = uuid.uuid4().hex
         self.stopped = asyncio.Event()
+        self.signal = 0
         self.wake, self.resend = asyncio.Event(), asyncio.Event()
         self.cause: BaseException | None = None
         self.target: tuple[Version, str] | None = None
         self.held: Version | None = None
         self.running: dict[str, tuple[wire.LeaseMsg, asyncio.Task[None]]] = {}
         self.outbox = Outbox()
-        self.replay_boot = ""
+        self.replay_boot, self.heard = "", 0
         self.asked_at: float | None = None
         self.pause_until = 0.0
         self.busy = BusyLog()
-        self.load_failures, self.load_after = 0, 0.0
+        self.load_failures, self.load_after, self.loading = 0, 0.0, False
         self.gone: Version | None = None
         self.reader = _reader(config)
         r, limit_s = config.replay, config.run.start_timeout_s
@@ -107,6 +101,11 @@ class Generator:
         if self.cause is not None:
             raise self.cause
 
+    def on_signal(self, number: int) -> None:
+        """Leave, because somebody outside wants it."""
+        self.signal = number
+        self.stopped.set()
+
     def _spawn(self, job: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A background task whose failure, of whatever kind, ends the generator with its cause."""
         task = asyncio.create_task(job)
@@ -124,10 +123,12 @@ class Generator:
     def _introduction(self) -> wire.Hello:
         i = self.sampler.info
         held = held_tuple(self.held) if self.held is not None else None
-        leases = [lease.lease_id for lease, _ in self.running.values() if not lease.eval_id]
+        # What is kept already is not sampled any more, though its task may still wait to hand it on.
+        leases = [i for i, (lease, _) in self.running.items() if not lease.eval_id and i not in self.outbox]
         return wire.Hello(
             wire.SCHEMA, "generator", self.id, self.boot, list(i.layers), i.num_experts, i.top_k, i.vocab_size,
-            i.fingerprint, held, leases, self.outbox.lease_ids, self.config.shared_settings(),
+            i.fingerprint, held, leases, self.outbox.lease_ids, self.config.shared_settings(), self.replay_boot,
+            self.heard,
         )  # fmt: skip
 
     async def _receive(self) -> None:
@@ -143,7 +144,7 @@ class Generator:
             case wire.Welcome(newest=newest, boot=boot):
                 if boot != self.replay_boot:
                     # A replay that was started again knows none of what it admitted before.
-                    self.replay_boot, self.asked_at = boot, None
+                    self.replay_boot, self.heard, self.asked_at = boot, 0, None
                     self.outbox.renew()
                     self.resend.set()
                 if newest is not None:
@@ -152,14 +153,19 @@ class Generator:
                 self._fail(TransportError(f"replay refused generator {self.id}: {reason}"))
             case wire.NewVersion(epoch=epoch, update=update, source=source):
                 self._aim(Version(epoch, update), source)
-            case wire.Leases(leases=leases, idle=idle):
+            case wire.Leases(leases=leases, idle=idle, seq=seq):
                 self.asked_at = None
                 self.pause_until = time.monotonic() + TICK_S if idle else 0.0
                 for lease in leases:
                     self._start(lease)
-            case wire.Ack(admitted=admitted, resolved=resolved):
+                gap, self.heard = seq > self.heard + 1, seq
+                if gap:
+                    # Leases got lost on the way: replay hears which are here, and gives the others out again.
+                    self._spawn(self.link.hello())
+            case wire.Ack(admitted=admitted, resolved=resolved, void=void):
                 self.outbox.admitted(admitted)
                 self.outbox.resolved(resolved)
+                self.outbox.void(void)
             case wire.Hold(group_ids=group_ids):
                 self.outbox.hold(group_ids, time.monotonic())
             case wire.Send(group_ids=group_ids):
@@ -206,7 +212,10 @@ class Generator:
                     await self.wake.wait()
 
     def _start(self, lease: wire.LeaseMsg) -> None:
-        if lease.lease_id not in self.running:
+        # A result that is kept goes first: replay never got it and takes it now, or says that it is void.
+        if self.outbox.wanted([lease.group_id]):
+            self.resend.set()
+        if lease.lease_id not in self.running and lease.lease_id not in self.outbox:
             task = self._spawn(self._work(lease))
             self.running[lease.lease_id] = (lease, task)
 
@@ -229,7 +238,7 @@ class Generator:
 
     async def _give_back(self, lease: wire.LeaseMsg, reason: str) -> None:
         log.warning("lease %s failed: %s", lease.lease_id, reason)
-        await self.link.send(wire.encode(wire.Failed(lease.lease_id, lease.group_id, reason)))
+        await self.link.send(wire.encode(wire.Failed(lease.lease_id, lease.group_id, reason[:REASON])))
 
     async def _push(self, lease: wire.LeaseMsg) -> None:
         try:
@@ -240,8 +249,8 @@ class Generator:
         self.counters["timeouts"] += len(group.trajectories) < self.config.algorithm.group_size
         frames = wire.encode_group(group)
         self.counters["groups"] += 1
-        if self.outbox.add(group.group_id, lease.lease_id, frames, time.monotonic()):
-            await self.link.send(frames)
+        self.outbox.add(group.group_id, lease.lease_id, frames, time.monotonic())
+        await self.link.send(frames)
 
     async def _resend(self) -> None:
         """Groups that replay has not admitted are sent again."""
@@ -290,11 +299,14 @@ class Generator:
 
     async def _load_now(self, version: Version, source: str) -> None:
         """Waits for the engine at most LOAD_TIMEOUT_S; WeightSyncError after."""
+        self.loading = True
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 await self.engine.load(version, partial(self.reader.read, source, version))
         except TimeoutError as exc:
             raise WeightSyncError(f"loading version {version} took more than {LOAD_TIMEOUT_S:g} s") from exc
+        finally:
+            self.loading = False
 
     def _load_failed(self, exc: WeightSyncError, version: Version, source: str) -> None:
         self.counters["load_failures"] += 1
@@ -328,37 +340,10 @@ class Generator:
                 else:
                     gauges = {k: float(v) for k, v in stats.items()} | self.counters
                     gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
+                    gauges["loading"] = float(self.loading)
                     beat_message = wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())
                     await self.link.send(wire.encode(beat_message))
             await asyncio.sleep(TICK_S)
-
-
-async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInfo) -> None:
-    """Build the parts of one generator, probe the engine, run until stopped, close everything."""
-    model = config.generator.model or config.model.path
-    rows = config.generator.groups_in_flight * config.algorithm.group_size
-    engine = TorchEngine(
-        model, version=Version(0, -1), threads=config.generator.threads, max_rows=rows,
-        seed=hash_seed(config.run.seed, generator_id),
-    )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.callback(engine.close)
-        pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
-        sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, read_stop_token_ids(model))
-        await probe(engine, sampler.params())
-        place = config.replay.connect or run_dir / "replay.address"
-        generator = Generator(config, place, sampler, generator_id)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, generator.stopped.set)
-        try:
-            await generator.run()
-        finally:
-            # A replay that confirmed nothing for so long is gone.
-            if generator.outbox.unconfirmed and not generator.over:
-                generator.link.leave()
-            else:
-                await generator.link.close()
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
@@ -374,13 +359,3 @@ def _reader(config: Config) -> Reader:
         setting = "weights.keys" if w.keys is not None else "replay.keys"
         keys = client_keys(config.weights_security, config.weights_keys, config.replay.client, setting)
     return Reader(w.delta, keys)
-
-
-def hash_seed(seed: int, generator_id: str) -> int:
-    """Different generators sample differently; the same one repeats."""
-    return int(xxhash.xxh3_64_intdigest(f"{seed}|{generator_id}".encode()) % 2**31)
-
-
-def run(config: Config, run_dir: Path, generator_id: str) -> None:
-    """The generator role. Raises the error that ended it."""
-    asyncio.run(serve(config, run_dir, generator_id, describe(config.generator.model or config.model.path)))

@@ -74,10 +74,17 @@ class Sampler:
         )  # fmt: skip
 
     async def evaluation(self, lease: wire.LeaseMsg) -> wire.EvalResult:
-        """Sample and score one held-out response; labelled with the version that sampled it."""
-        prompt = wire.prompt_from_msg(lease.prompt)
-        completions = await self.engine.generate(prompt.token_ids, 1, self.params(lease.greedy))
-        (reward,) = await self._rewards(prompt, completions)
+        """Sample and score one held-out response; labelled with the version that sampled it.
+
+        OutOfTime near the end of the lease, as for a group.
+        """
+        started = time.monotonic()
+        prompt, limit_s = wire.prompt_from_msg(lease.prompt), SAMPLING_SHARE * lease.deadline_s
+        completions = await self.engine.generate(prompt.token_ids, 1, self.params(lease.greedy), limit_s)
+        if not completions:
+            raise OutOfTime(f"an evaluation response was not sampled within {limit_s:.1f} s")
+        left_s = SCORING_SHARE * lease.deadline_s - (time.monotonic() - started)
+        (reward,) = self._values(prompt, await self._scores_within(prompt, completions, left_s))
         done = completions[0]
         versions = {s.version for s in done.segments} or {self.engine.version}
         if len(versions) > 1:
@@ -101,23 +108,20 @@ class Sampler:
         self, prompt: Prompt, completions: list[Completion], limit_s: float
     ) -> tuple[list[Completion], list[float]]:
         """Scored completions with their rewards; under on_timeout: partial without those whose verifier is too slow."""
-        try:
-            async with asyncio.timeout(max(0.0, limit_s)):
-                scores = await self._scores(prompt, completions)
-        except TimeoutError as exc:
-            raise OutOfTime(f"{len(completions)} responses were not scored within {limit_s:.1f} s") from exc
+        scores = await self._scores_within(prompt, completions, limit_s)
         if self.config.replay.on_timeout == "partial":
-            pairs = [(c, s) for c, s in zip(completions, scores, strict=True) if not s.error.startswith("timeout")]
+            pairs = [(c, s) for c, s in zip(completions, scores, strict=True) if not s.timed_out]
             self._enough(pairs, f"of {len(completions)} responses were scored in time")
             completions, scores = [c for c, _ in pairs], [s for _, s in pairs]
         return completions, self._values(prompt, scores)
 
-    async def _rewards(self, prompt: Prompt, completions: list[Completion]) -> list[float]:
-        return self._values(prompt, await self._scores(prompt, completions))
-
-    async def _scores(self, prompt: Prompt, completions: list[Completion]) -> list[Score]:
+    async def _scores_within(self, prompt: Prompt, completions: list[Completion], limit_s: float) -> list[Score]:
         texts = [self.decoder.decode(c.token_ids) for c in completions]
-        return await self.pool.score_many([(prompt.source, t, prompt.answer) for t in texts])
+        try:
+            async with asyncio.timeout(max(0.0, limit_s)):
+                return await self.pool.score_many([(prompt.source, t, prompt.answer) for t in texts])
+        except TimeoutError as exc:
+            raise OutOfTime(f"{len(completions)} responses were not scored within {limit_s:.1f} s") from exc
 
     def _values(self, prompt: Prompt, scores: list[Score]) -> list[float]:
         # A verifier that failed says nothing about the response: never a reward of 0.

@@ -134,7 +134,7 @@ NAMES: dict[str, str] = {
     "throughput/learner_busy_fraction": "share of the time the learner is not waiting for a take",
     "throughput/generator_busy_fraction": "mean busy share of the generators",
     "throughput/overlap_fraction": "share of the learner's step time during which generators decode",
-    "throughput/sync_s": "seconds that the learner stood still for the last publication; writing it goes on meanwhile",
+    "throughput/sync_s": "seconds that the learner stood still for versions in this update; they are written meanwhile",
     "throughput/step_s": "seconds of this update, from take to commit",
     "throughput/wait_s": "seconds waited for this update's take",
     "throughput/update_s": "seconds between this record and the one before",

@@ -8,12 +8,13 @@ from asyncrl.types import Version
 
 
 class ClockState(NamedTuple):
-    """A clock on disk: last and fork are the last and the first update of every epoch."""
+    """A clock on disk: last and fork are the last and the first update of every epoch, reached the highest ever."""
 
     update: int
     newest: Version | None
     last: dict[int, int]
     fork: dict[int, int]
+    reached: int = 0
 
 
 class Clock:
@@ -22,6 +23,8 @@ class Clock:
     def __init__(self) -> None:
         self.update = 0
         self.newest: Version | None = None
+        self.reached = 0
+        """The highest update ever, in any epoch."""
         self._last: dict[int, int] = {}
         self._fork: dict[int, int] = {}
 
@@ -48,15 +51,17 @@ class Clock:
     def advance(self, update: int) -> None:
         """The learner's clock is at least `update` now."""
         self.update = max(self.update, update)
+        self.reached = max(self.reached, self.update)
 
     def save(self) -> ClockState:
         """All of it."""
-        return ClockState(self.update, self.newest, dict(self._last), dict(self._fork))
+        return ClockState(self.update, self.newest, dict(self._last), dict(self._fork), self.reached)
 
     def load(self, state: ClockState) -> None:
         """Go on from there."""
         self.update, self.newest = state.update, state.newest
         self._last, self._fork = dict(state.last), dict(state.fork)
+        self.reached = max(state.reached, state.update)
 
     def unknown(self, version: Version) -> bool:
         """True for a version newer than anything published (in its epoch, or at all)."""

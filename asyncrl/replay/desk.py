@@ -71,6 +71,10 @@ class Desk:
         """The shard with the groups' own frames as they were received, or None while there are too few."""
         if not 0 <= request.rank < request.world:
             raise ValueError(f"rank {request.rank} of a world of {request.world}")
+        if request.update > self._queue.clock.update:
+            # Nothing may be made or evicted for it before rank 0 has committed.
+            self._queue.waiting = f"the commit of update {self._queue.clock.update}"
+            return None
         take = self._queue.take(request.take_id, request.update, now)
         if take is None or not self._whole(request, now - since):
             return None

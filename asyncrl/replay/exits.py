@@ -45,6 +45,7 @@ class Exits:
             # Under evict and wait one old token is enough, and the first token was sampled under this version.
             if lost or (m.stale != "mask" and entry.lease.version.update + m.max_lag < update):
                 self.tally.count("lost_version" if lost else "doomed_lease")
+                entry.excused += lost
                 self.cancel(entry)
                 self.give_back(entry)
 
@@ -61,17 +62,27 @@ class Exits:
         self.tally.leave_out(d, self.clock.update)
         # A late copy of this result must not come back in.
         entry.min_attempt = d.attempt + 1
+        # That a learner went back says nothing about the prompt.
+        entry.excused += reason == "lost_version"
         if self.limits.on_evict == "drop":
             self._give_up(entry, reason)
         else:
             self.give_back(entry)
 
     def give_back(self, entry: Entry) -> None:
-        """Lease the prompt again, unless it had all its attempts."""
-        if entry.attempt >= self.limits.max_attempts:
+        """Lease the prompt again, unless it had all its attempts.
+
+        An attempt that died with its generator counts: the prompt may be what kills it.
+        """
+        if entry.attempt - entry.excused >= self.limits.max_attempts:
             self.drop(entry, "max_attempts")
         else:
             self.ledger.move(entry, State.PENDING)
+
+    def lose(self, entry: Entry) -> None:
+        """Nobody has the payload of this group any more: lease the prompt again."""
+        self.tally.count("lost_payload")
+        self.give_back(entry)
 
     def drop(self, entry: Entry, reason: str) -> None:
         """Give a prompt up for good."""

@@ -65,7 +65,9 @@ class Intake:
         if entry.state in (State.QUEUED, State.TAKEN):
             if entry.sender == sender and not entry.payload and digest(group) == entry.digest:
                 return self._refill(entry, payload)
-            return self._known("known" if entry.sender == sender else "resolved")
+            # Another result of the same generator is as void as that of another one.
+            ours = entry.sender == sender and entry.digest is not None and entry.digest.attempt == group.attempt
+            return self._known("known" if ours else "resolved")
         if entry.state is State.KEPT:
             same = entry.sender == sender and digest(group) == entry.digest
             return self._admit(entry, payload) if same else self._known("resolved")

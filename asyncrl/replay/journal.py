@@ -6,11 +6,13 @@ part of the model: `surviving`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.errors import RunError
 from asyncrl.replay.queue import Committed
 from asyncrl.types import Version
 
@@ -48,12 +50,14 @@ class Journal:
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / FILE
         _cut_torn_line(self._file)
-        self._lines = self._file.open("ab")
+        # Unbuffered: what could not be written must not wait in a buffer to be tried again.
+        self._lines = self._file.open("ab", buffering=0)
+        self._num_bytes = self._lines.tell()
 
     @property
     def num_bytes(self) -> int:
         """Length of the file."""
-        return self._lines.tell()
+        return self._num_bytes
 
     def begin(self) -> None:
         """A run that knows nothing of what stands here: its batches count from 0 again."""
@@ -61,7 +65,7 @@ class Journal:
             self._append([Rollback(0, 0, 0)])
 
     def write(self, committed: Iterable[Committed]) -> None:
-        """One line per group: update, epoch, group_id, generator_id, outcome, batch."""
+        """One line per group: update, epoch, group_id, generator_id, outcome, batch. RunError when it is impossible."""
         self._append(committed)
 
     def roll_back(self, batches: int, version: Version, source: str) -> Rollback:
@@ -84,8 +88,19 @@ class Journal:
         return out
 
     def _append(self, lines: Iterable[Committed | Rollback]) -> None:
-        self._lines.write("".join(json.dumps(_written(line)) + "\n" for line in lines).encode())
-        self._lines.flush()
+        data = memoryview("".join(json.dumps(_written(line)) + "\n" for line in lines).encode())
+        size, rest = len(data), data
+        try:
+            while rest:
+                rest = rest[self._lines.write(rest) :]
+        except OSError as exc:
+            # All of it or nothing: nobody was told of these commits, and the learner sends them again.
+            with contextlib.suppress(OSError):
+                self._lines.truncate(self._num_bytes)
+            raise RunError(
+                f"{self._file} cannot be written: {exc}; make room or give the run folder back, and start replay again"
+            ) from exc
+        self._num_bytes += size
 
     def _read(self, start: int, end: int = -1) -> list[Mapping[str, Any]]:
         with self._file.open("rb") as lines:

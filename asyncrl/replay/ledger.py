@@ -30,7 +30,10 @@ class State(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A prompt given to a generator that held `version`, until `expires` (seconds of the caller's clock)."""
+    """A prompt given to a generator that held `version`, until `expires` (seconds of the caller's clock).
+
+    seq: of the Leases that it travelled in; 0 when the generator had it before.
+    """
 
     lease_id: str
     group_id: str
@@ -39,6 +42,7 @@ class Lease:
     generator_id: str
     version: Version
     expires: float
+    seq: int = 0
 
 
 @dataclass(slots=True)
@@ -47,7 +51,8 @@ class Entry:
 
     restored: an earlier process opened it, and may have leased it oftener than it could save. num_bytes is what
     its payload takes here now, size what it takes when it is here. asked_at, told_at: when a kept payload was asked for
-    first and last. orphan: its generator died, so the payload here is the only copy.
+    first and last. orphan: its generator died, so the payload here is the only copy. excused: attempts that do not
+    count against max_attempts.
     """
 
     @property
@@ -74,6 +79,7 @@ class Entry:
     asked_at: float | None = None
     told_at: float | None = None
     orphan: bool = False
+    excused: int = 0
 
 
 class Taken(NamedTuple):
@@ -91,6 +97,7 @@ class Open(NamedTuple):
     prompt: int
     attempt: int
     min_attempt: int
+    excused: int
     taken: Taken | None
 
 
@@ -114,6 +121,8 @@ class Ledger:
         self.num_bytes = 0
         self.kept_bytes = 0
         self.largest_bytes = 0
+        self.moves = 0
+        """Changes of state so far: what depends on states only is the same while this is."""
         self._counts: Counter[State] = Counter()
         self._arrivals = 0
 
@@ -146,6 +155,7 @@ class Ledger:
 
     def move(self, entry: Entry, state: State) -> None:
         """Change an entry's state. The payload is dropped on the way back to pending."""
+        self.moves += 1
         self._counts[entry.state] -= 1
         self._counts[state] += 1
         self.kept_bytes += entry.size * ((state is State.KEPT) - (entry.state is State.KEPT))
@@ -179,6 +189,7 @@ class Ledger:
 
     def resolve(self, entry: Entry) -> None:
         """Close a group for good."""
+        self.moves += 1
         self.kept_bytes -= entry.size * (entry.state is State.KEPT)
         self._forget_payload(entry)
         self._counts[entry.state] -= 1
@@ -207,8 +218,7 @@ class Ledger:
     def save(self) -> LedgerState:
         """Every open group, and the cursor with its reserve."""
         opened = [
-            Open(e.data_epoch, e.index, e.attempt, e.min_attempt, _taken(e) if e.state is State.TAKEN else None)
-            for e in self.entries.values()
+            Open(e.data_epoch, e.index, e.attempt, e.min_attempt, e.excused, _taken(e)) for e in self.entries.values()
         ]
         return LedgerState(self.cursor.save(self._counts[State.PENDING]), self.largest_bytes, opened)
 
@@ -219,7 +229,7 @@ class Ledger:
         self.largest_bytes = state.largest_bytes
         for o in state.open:
             entry = self._open(o.data_epoch, o.prompt)
-            entry.attempt, entry.min_attempt = o.attempt, o.min_attempt
+            entry.attempt, entry.min_attempt, entry.excused = o.attempt, o.min_attempt, o.excused
             if o.taken is not None:
                 entry.digest, entry.sender = o.taken.digest, o.taken.sender
                 self.move(entry, State.TAKEN)
@@ -252,6 +262,12 @@ class Ledger:
         self._let_go(entry)
         entry.digest, entry.take_id, entry.size = None, -1, 0
         entry.asked_at = entry.told_at = None
+        entry.orphan = False
+
+
+def lease_id_of(group_id: str, attempt: int) -> str:
+    """The name of a group's lease on the wire."""
+    return f"{group_id}#{attempt}"
 
 
 def num_bytes(payload: Sequence[Buffer]) -> int:
@@ -259,6 +275,8 @@ def num_bytes(payload: Sequence[Buffer]) -> int:
     return sum(map(len, payload))
 
 
-def _taken(entry: Entry) -> Taken:
+def _taken(entry: Entry) -> Taken | None:
+    if entry.state is not State.TAKEN:
+        return None
     assert entry.digest is not None
     return Taken(entry.take_id, entry.sender, entry.digest)

@@ -25,6 +25,11 @@ class Patience:
         self._limits, self._ledger, self._tally = limits, ledger, tally
         self._seconds: deque[float] = deque(maxlen=KEPT)
         self._take_id, self._since, self._counted = -1, 0.0, 0.0
+        self._due_at, self._num_due = (-1, 0, 0), 0
+
+    def reset(self) -> None:
+        """Take ids begin anew."""
+        self._take_id = -1
 
     def note(self, seconds: float) -> None:
         """A group took so long to sample and score; what is no time is left out."""
@@ -56,6 +61,12 @@ class Patience:
 
     def _due(self, update: int, num_batches: int) -> int:
         """Unfinished groups that this take would choose if they came now, and that are too old for the next."""
+        at = (self._ledger.moves, update, num_batches)
+        if at != self._due_at:
+            self._due_at, self._num_due = at, self._count_due(update, num_batches)
+        return self._num_due
+
+    def _count_due(self, update: int, num_batches: int) -> int:
         m = self._limits
         oldest = [e.lease.version for e in self._ledger.of_state(State.LEASED) if e.lease is not None]
         oldest += [e.digest.oldest for e in self._ledger.of_state(State.KEPT) if e.digest is not None]

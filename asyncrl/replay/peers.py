@@ -16,7 +16,9 @@ from asyncrl.wire import SCHEMA, Hello, model_of
 BUSY_INTERVALS = 512
 
 MAX_GENERATORS = 2048
-"""Beyond these, the generators that are dead for longest are forgotten."""
+"""Beyond these, the generators that are dead for longest are forgotten; while all of them live, no other may join."""
+MAX_LEARNERS = 4096
+"""Ranks that are known at a time; one that is forgotten says Hello again."""
 MAX_DISPLACED = 1024
 """Processes that are remembered as displaced by a newer one of the same name."""
 
@@ -36,6 +38,8 @@ def objection(hello: Hello, model: ModelInfo | None, settings: Mapping[str, str]
         return wrong_schema(hello.schema)
     if hello.role not in ("generator", "learner"):
         return f"{hello.peer_id}: unknown role {hello.role!r}, expected generator or learner"
+    if not (hello.peer_id.isprintable() and hello.boot_id.isprintable()):
+        return f"{hello.role} {hello.peer_id!r}: names are printable"
     if not hello.peer_id:
         return f"a {hello.role} needs a peer id"
     theirs = model_of(hello)
@@ -60,6 +64,11 @@ def displacement(role: str, name: str) -> str:
     if role == "generator":
         return f"another generator joined as {name}; give each its own --id"
     return f"another learner joined this run as {name}; a run has one learner: end one, or give it its own run.name"
+
+
+def replaced(epoch: int, newest: int) -> str:
+    """What a learner of an older run epoch hears."""
+    return f"a newer learner took over as run epoch {newest}, this one is of run epoch {epoch}: end it"
 
 
 def wrong_schema(schema: int) -> str:
@@ -96,7 +105,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Generator:
-    """State of one generator, kept when it dies. busy: wall-clock intervals of generation."""
+    """State of one generator, kept when it dies. num_leases: Leases sent; busy: wall-clock intervals of generation."""
 
     identity: bytes
     boot_id: str
@@ -104,6 +113,7 @@ class Generator:
     alive: bool = True
     held: Version | None = None
     told_at: float = 0.0
+    num_leases: int = 0
     gauges: dict[str, float] = field(default_factory=dict)
     busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=BUSY_INTERVALS))
 
@@ -119,11 +129,27 @@ class Peers:
     def __init__(self) -> None:
         self.known: dict[bytes, Peer] = {}
         self.generators: dict[str, Generator] = {}
+        self.num_rises = 0
+        """Heartbeats that told of tokens sampled since the one before, or of weights being loaded."""
         self._displaced: deque[tuple[str, str]] = deque(maxlen=MAX_DISPLACED)
 
-    def displaced(self, hello: Hello) -> str:
-        """Why a process that says Hello again may not come back, or ""."""
-        return displacement(hello.role, hello.peer_id) if (hello.peer_id, hello.boot_id) in self._displaced else ""
+    def refusal(self, identity: bytes, hello: Hello, epoch: int = 0) -> str:
+        """Why a process may not join or come back: displaced, under another name before, one too many. Else "".
+
+        epoch: replay's run epoch. A learner of an older one stays out also when a replay that was started again does
+        not know any more whom it displaced.
+        """
+        if hello.role == "learner" and hello.held is not None and hello.held[0] < epoch:
+            return replaced(hello.held[0], epoch)
+        if (hello.peer_id, hello.boot_id) in self._displaced:
+            return displacement(hello.role, hello.peer_id)
+        old = self.known.get(identity)
+        if old is not None and (old.role, old.name) != (hello.role, hello.peer_id):
+            return f"{hello.peer_id} says Hello on the connection of {old.role} {old.name}; connect anew"
+        new = hello.role == "generator" and hello.peer_id not in self.generators
+        if new and self.num_alive >= MAX_GENERATORS:
+            return f"{hello.peer_id} is one generator too many: {MAX_GENERATORS} are alive"
+        return ""
 
     def displace(self, identity: bytes, hello: Hello) -> list[Peer]:
         """Forget other processes of that name; those that may still live at an address of their own."""
@@ -136,6 +162,9 @@ class Peers:
         self.known = {i: p for i, p in self.known.items() if p.name != hello.peer_id}
         self.known[identity] = Peer(identity, hello.peer_id, hello.role, hello.boot_id)
         if hello.role != "generator":
+            ranks = [i for i, p in self.known.items() if p.role != "generator"]
+            for i in ranks[:-MAX_LEARNERS]:
+                del self.known[i]
             return False
         old = self.generators.get(hello.peer_id)
         restarted = old is not None and old.boot_id != hello.boot_id
@@ -146,12 +175,24 @@ class Peers:
         old.held = Version(*hello.held) if hello.held is not None else old.held
         return restarted
 
+    def take_over(self, identity: bytes) -> None:
+        """A new run epoch began with that rank 0. Ranks of before are forgotten, and those of now say Hello again."""
+        self.known = {i: p for i, p in self.known.items() if p.role == "generator" or i == identity}
+
     def _forget_dead(self) -> None:
         """A fleet that starts its generators under ever new names must not fill the memory."""
         dead = sorted((g.last_seen, name) for name, g in self.generators.items() if not g.alive)
         for _, name in dead[: max(0, len(self.generators) - MAX_GENERATORS)]:
             identity = self.generators.pop(name).identity
             self.known.pop(identity, None)
+
+    def beat(self, name: str, gauges: dict[str, float], busy: Sequence[tuple[float, float]]) -> None:
+        """A heartbeat of a generator. Only tokens between two of one process count: a start samples some, too."""
+        generator = self.generators[name]
+        sampled = "tokens" in generator.gauges and gauges.get("tokens", 0.0) > generator.gauges["tokens"]
+        self.num_rises += sampled or bool(gauges.get("loading"))
+        generator.gauges = gauges
+        generator.busy.extend(busy)
 
     def seen(self, identity: bytes, now: float) -> Peer | None:
         """Note a sign of life; None for a peer that never said Hello."""

@@ -12,20 +12,22 @@ from typing import NamedTuple
 
 from asyncrl.arrays import Buffer
 from asyncrl.replay.admission import num_batches, refusal
+from asyncrl.replay.claims import Claim, Claims
 from asyncrl.replay.clock import Clock, ClockState
 from asyncrl.replay.exits import Exits
 from asyncrl.replay.intake import Intake, Put
-from asyncrl.replay.ledger import Entry, Lease, Ledger, LedgerState, State
+from asyncrl.replay.ledger import Entry, Lease, Ledger, LedgerState, State, lease_id_of
 from asyncrl.replay.limits import Limits
 from asyncrl.replay.patience import Patience
 from asyncrl.replay.recovery import Recovery
 from asyncrl.replay.room import Room
-from asyncrl.replay.takes import Candidate, Take, cut, select
+from asyncrl.replay.takes import Candidate, Take, Takes, cut, select
 from asyncrl.replay.tally import Tally, TallyState
 from asyncrl.types import ModelInfo, Prompt, Version
 from asyncrl.wire import GroupHead
 
-_KEPT_TAKES = 64
+SWEEP_S = 1.0
+"""A take that waits looks this often for groups too old for it, besides when a version or the clock moved."""
 
 
 class Grant(NamedTuple):
@@ -72,13 +74,16 @@ class ReplayQueue:
         self.waiting = "nothing was asked for"
         self.recovery = Recovery()
         self._changed = False
-        self._takes: dict[int, Take] = {}
-        self._retired_take = -1
+        self._takes = Takes()
+        self._swept: tuple[object, float] = (None, 0.0)
+        self._chosen: tuple[object, list[Candidate]] = (None, [])
         self._exits = Exits(limits, self.clock, self.ledger, self.tally)
-        self.room, self._patience = Room(limits, self.ledger, self.tally), Patience(limits, self.ledger, self.tally)
+        self.room = Room(limits, self.ledger, self.tally, self._exits)
+        self._patience = Patience(limits, self.ledger, self.tally)
         self._intake = Intake(
             limits, self.clock, self.ledger, self.tally, self._exits, self.recovery, self.room, self._patience, model
         )
+        self._claims = Claims(limits, self.ledger, self.tally, self.recovery, self._intake)
 
     # --- the disk -------------------------------------------------------------------------------
 
@@ -90,9 +95,7 @@ class ReplayQueue:
     def save(self) -> QueueState:
         """What must outlive this process. Payloads, queued results and leases stay with their generators."""
         self._changed = False
-        taken = {e.take_id for e in self.ledger.of_state(State.TAKEN)}
-        takes = [t for t in self._takes.values() if t.take_id in taken]
-        retired = max([self._retired_take, *(set(self._takes) - taken)])
+        takes, retired = self._takes.save({e.take_id for e in self.ledger.of_state(State.TAKEN)})
         return QueueState(self.clock.save(), self.ledger.save(), self.tally.save(), takes, retired, self.closed)
 
     def load(self, state: QueueState) -> None:
@@ -100,38 +103,24 @@ class ReplayQueue:
         self.clock.load(state.clock)
         self.ledger.load(state.ledger)
         self.tally.load(state.tally)
-        self._takes = {t.take_id: t for t in state.takes}
-        self._retired_take, self.closed = state.retired_take, state.closed
+        self._takes.by_id = {t.take_id: t for t in state.takes}
+        self._takes.retired, self.closed = state.retired_take, state.closed
 
     def claim(
-        self, generator_id: str, held: Version, sampling: Sequence[str], kept: Sequence[str], now: float
-    ) -> list[str]:
-        """A generator says which leases it samples, and of which it keeps the result, to send it again.
+        self,
+        generator_id: str,
+        held: Version,
+        sampling: Sequence[str],
+        kept: Sequence[str],
+        now: float,
+        heard: int = -1,
+    ) -> Claim:
+        """A generator says which leases it samples, and of which it keeps the result.
 
-        What waits to be leased is leased to it again. Returns the leases that have become useless.
+        What waits to be leased is leased to it again. heard: leases of its Leases up to that seq which it does not
+        name got lost, and are taken back.
         """
-        useless, finished = [], set(kept)
-        for lease_id in [*sampling, *kept]:
-            group_id, _, number = lease_id.rpartition("#")
-            attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else 0
-            entry = self.ledger.entries.get(group_id)
-            if entry is not None and entry.digest is not None and entry.sender == generator_id:
-                entry.orphan = entry.orphan and not (lease_id in finished and entry.digest.attempt == attempt)
-            if entry is None:
-                useless.append(lease_id)
-            elif entry.state is State.TAKEN and not entry.payload and entry.sender == generator_id:
-                if entry.digest is not None and entry.digest.attempt == attempt and lease_id in finished:
-                    self.recovery.promise(group_id, generator_id)
-            elif entry.state is State.PENDING and entry.min_attempt <= attempt <= self._intake.last_attempt(entry):
-                entry.attempt = max(entry.attempt, attempt)
-                self._lease_out(entry, Lease(
-                    lease_id, group_id, attempt, self.ledger.prompts[entry.index], generator_id, held,
-                    now + self.limits.lease_timeout_s,
-                ))  # fmt: skip
-                if lease_id in finished:
-                    self.recovery.promise(group_id, generator_id)
-        self.recovery.returned(generator_id)
-        return useless
+        return self._claims.claim(generator_id, held, sampling, kept, now, heard)
 
     # --- versions -------------------------------------------------------------------------------
 
@@ -147,9 +136,10 @@ class ReplayQueue:
             return False
         self._changed = True
         if version.epoch != epoch:
-            for take_id in list(self._takes):
+            for take_id in list(self._takes.by_id):
                 self.dissolve(take_id)
-            self._retired_take = -1
+            self._takes.retired = -1
+            self._patience.reset()
             for group_id in dict.fromkeys(c.group_id for c in undone):
                 if self.ledger.reopen(group_id):
                     self.tally.count("rolled_back")
@@ -158,8 +148,8 @@ class ReplayQueue:
 
     # --- leases ---------------------------------------------------------------------------------
 
-    def lease(self, generator_id: str, held: Version, want: int, now: float) -> Grant:
-        """Up to `want` prompts for a generator that holds a version, by the admission rule."""
+    def lease(self, generator_id: str, held: Version, want: int, now: float, seq: int = 0) -> Grant:
+        """Up to `want` prompts for a generator that holds a version, by the admission rule. seq: of their Leases."""
         leases: list[Lease] = []
         idle = ""
         while len(leases) < want:
@@ -170,10 +160,11 @@ class ReplayQueue:
             entry = self.ledger.next_entry()
             entry.attempt += 1
             prompt = self.ledger.prompts[entry.index]
-            lease_id = f"{entry.group_id}#{entry.attempt}"
+            lease_id = lease_id_of(entry.group_id, entry.attempt)
             expires = now + self.limits.lease_timeout_s
-            lease = Lease(lease_id, entry.group_id, entry.attempt, prompt, generator_id, held, expires)
-            self._lease_out(entry, lease)
+            lease = Lease(lease_id, entry.group_id, entry.attempt, prompt, generator_id, held, expires, seq)
+            self.ledger.move(entry, State.LEASED)
+            entry.lease = lease
             leases.append(lease)
         return Grant(leases, idle)
 
@@ -183,17 +174,9 @@ class ReplayQueue:
             return "recovering"
         return "done" if self.closed else refusal(held, self.limits, self.clock, self.ledger)
 
-    def _lease_out(self, entry: Entry, lease: Lease) -> None:
-        self.ledger.move(entry, State.LEASED)
-        entry.lease = lease
-
     def withdraw(self, leases: Iterable[Lease]) -> None:
         """Take back leases that never reached their generator; they do not count as attempts."""
-        for lease in leases:
-            entry = self.ledger.entries.get(lease.group_id)
-            if entry is not None and entry.lease is lease:
-                entry.attempt -= 1
-                self.ledger.move(entry, State.PENDING)
+        self._claims.withdraw(leases)
 
     def fail(self, generator_id: str, lease_id: str, reason: str) -> bool:
         """A generator gives a lease back. False when it does not hold that lease (any more)."""
@@ -244,27 +227,21 @@ class ReplayQueue:
         time, for groups that no later take could use. Raises ValueError for a take that contradicts an
         earlier one.
         """
-        known = self._takes.get(take_id)
+        known = self._takes.find(take_id, update, self.clock.update)
         if known is not None:
-            if known.update != update:
-                raise ValueError(f"take {take_id} was made for update {known.update}, not {update}")
             return known
-        if take_id <= self._retired_take or update < self.clock.update:
-            raise ValueError(f"take {take_id} for update {update} is over, the clock is at {self.clock.update}")
         if self.clock.newest is None:
             self.waiting = "no version was published"
             return None
         if self.recovery.active:
             self.waiting = f"{self.recovery.waiting} after the restart of replay"
             return None
-        self._exits.evict_old(update)
         count, size = num_batches(update, self.limits, self.clock), self.limits.groups_per_update
-        chosen, late = select(self._candidates(), update, count, size)
-        for group_id in late:
-            self._exits.evict(self.ledger.entries[group_id], "overtaken")
+        chosen = self._choose(update, count, now)
         if len(chosen) < count * size:
+            queued = self.ledger.count(State.QUEUED)
             leased, kept = self.ledger.count(State.LEASED), self.ledger.count(State.KEPT)
-            self.waiting = f"{len(chosen)} of {count * size} groups for update {update}, {leased} leased"
+            self.waiting = f"{queued} of {count * size} groups for update {update}, {leased} leased"
             self.waiting += f", {kept} kept by generators until there is room" * (kept > 0)
             return None
         why = self._patience.waits(take_id, update, count, now)
@@ -280,8 +257,27 @@ class ReplayQueue:
             self.ledger.move(entry, State.TAKEN)
             entry.take_id = take_id
         self._changed = True
-        self._remember(take)
+        self._takes.add(take)
         return take
+
+    def _choose(self, update: int, count: int, now: float) -> list[Candidate]:
+        """The groups of a take, fewer than it needs when there are too few.
+
+        A waiting rank asks on every poll: walks the queue only when that can change the answer.
+        """
+        size, versions = self.limits.groups_per_update, (update, self.clock.update, self.clock.newest)
+        if self.ledger.count(State.QUEUED) < count * size:
+            if versions != self._swept[0] or now - self._swept[1] >= SWEEP_S:
+                self._exits.evict_old(update)
+                self._swept = versions, now
+            return []
+        if self._chosen[0] != (versions, count, self.ledger.moves):
+            self._exits.evict_old(update)
+            chosen, late = select(self._candidates(), update, count, size)
+            for group_id in late:
+                self._exits.evict(self.ledger.entries[group_id], "overtaken")
+            self._chosen = (versions, count, self.ledger.moves), chosen
+        return self._chosen[1]
 
     def shard(self, take_id: int, rank: int, world: int) -> list[tuple[int, Entry]]:
         """(batch, group) of one rank's part of a frozen take: what of it is not yet committed.
@@ -291,7 +287,7 @@ class ReplayQueue:
         """
         if not 0 <= rank < world <= 2**16:
             raise ValueError(f"rank {rank} of a world of {world}")
-        take = self._takes[take_id]
+        take = self._takes.by_id[take_id]
         out: list[tuple[int, Entry]] = []
         for m, ids in enumerate(take.batches):
             mine = take.part(m, rank, world)
@@ -302,7 +298,7 @@ class ReplayQueue:
     def dissolve(self, take_id: int) -> None:
         """A take that no rank has is undone: its groups wait to be taken, those without a payload to be leased."""
         self._changed = True
-        del self._takes[take_id]
+        del self._takes.by_id[take_id]
         for entry in self.ledger.of_state(State.TAKEN):
             if entry.take_id == take_id and entry.payload:
                 entry.take_id = -1
@@ -313,8 +309,7 @@ class ReplayQueue:
     def give_up(self, entry: Entry) -> None:
         """The payload of a group in a take is lost with its generator: the prompt is leased again."""
         self._changed = True
-        self.tally.count("lost_payload")
-        self._exits.give_back(entry)
+        self._exits.lose(entry)
 
     def commit(
         self, take_id: int, update: int, outcome: str, group_ids: Sequence[str], batch: int = 0
@@ -324,10 +319,14 @@ class ReplayQueue:
         batch: how many batches the policy had used up before this one.
 
         Groups that are not in that take (committed before, dissolved by a resume) are counted and left
-        alone. Raises ValueError on an unknown outcome.
+        alone. Raises ValueError on an unknown outcome, a take that was never made, or an update beyond it.
         """
         if outcome not in ("trained", "skipped"):
             raise ValueError(f"outcome {outcome!r} is neither trained nor skipped")
+        self._takes.check_commit(take_id, update, self.clock.update)
+        return self._commit(take_id, update, outcome, group_ids, batch)
+
+    def _commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str], batch: int) -> list[Committed]:
         used_at = update - 1 if outcome == "trained" else update
         done: list[Committed] = []
         for group_id in group_ids:
@@ -351,7 +350,7 @@ class ReplayQueue:
         for c in committed:
             entry = self.ledger.entries.get(c.group_id)
             if entry is not None:
-                self.commit(entry.take_id, c.update + (c.outcome == "trained"), c.outcome, [c.group_id], c.batch)
+                self._commit(entry.take_id, c.update + (c.outcome == "trained"), c.outcome, [c.group_id], c.batch)
 
     def close(self) -> None:
         """The run is over: every open group is resolved and every lease cancelled."""
@@ -380,9 +379,3 @@ class ReplayQueue:
         stale, max_lag = self.limits.stale, self.limits.max_lag
         queued = self.ledger.by_age(State.QUEUED)
         return [Candidate(e.group_id, d.last_update(stale, max_lag)) for e in queued if (d := e.digest) is not None]
-
-    def _remember(self, take: Take) -> None:
-        self._takes[take.take_id] = take
-        while len(self._takes) > _KEPT_TAKES:
-            self._retired_take = next(iter(self._takes))
-            del self._takes[self._retired_take]

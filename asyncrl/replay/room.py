@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from asyncrl.replay.exits import Exits
 from asyncrl.replay.ledger import Entry, Ledger, State
 from asyncrl.replay.limits import Limits
 from asyncrl.replay.tally import Tally
@@ -23,12 +24,14 @@ class Room:
     limits: Limits
     ledger: Ledger
     tally: Tally
+    exits: Exits
 
     def make(self, entry: Entry) -> bool:
         """Make room for the payload of a kept or taken group. False: there is none yet.
 
         Younger queued groups go back to their generators, the youngest first; those whose generator died stay, for
-        nobody else has them. What older kept groups need stays free.
+        nobody else has them: only a take may push them out, and their prompts are leased again. What older kept
+        groups need stays free.
         """
         ledger = self.ledger
         need = entry.size + ledger.num_bytes - self.limits.capacity_bytes
@@ -48,8 +51,11 @@ class Room:
             if need <= 0:
                 break
             need -= e.num_bytes
-            ledger.keep(e)
-            self.tally.count("no_room")
+            if e.orphan:
+                self.exits.lose(e)
+            else:
+                ledger.keep(e)
+                self.tally.count("no_room")
         return True
 
     def ask(self, now: float) -> list[tuple[str, str]]:

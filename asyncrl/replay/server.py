@@ -34,19 +34,19 @@ LOCK = "replay.lock"
 
 
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """An event that SIGTERM and SIGINT set; signals are left alone outside the main thread."""
-    event = threading.Event()
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that SIGTERM and SIGINT write their number into; signals are left alone outside the main thread."""
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield came
         return
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        event.set()
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        came.append(number)
 
     old = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield event
+        yield came
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
@@ -132,7 +132,7 @@ def _serve(config: Config, run_dir: Path) -> None:
         with _stop_signals() as stop:
             publish_address(address, socket.address)
             log.info("serving at %s", socket.address)
-            while not (stop.is_set() or server.over):
+            while not (stop or server.over):
                 server.step()
         if server.failure:
             raise RunError(server.failure)
@@ -143,3 +143,6 @@ def _serve(config: Config, run_dir: Path) -> None:
         address.unlink(missing_ok=True)
         journal.close()
         socket.close()
+    if stop and not server.over:
+        # Nobody in the run said that it is over: whoever watches starts this role again.
+        raise SystemExit(128 + stop[0])

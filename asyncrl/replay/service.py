@@ -14,10 +14,13 @@ from collections.abc import Callable, Mapping
 
 from asyncrl import wire
 from asyncrl.errors import WireError
+from asyncrl.replay.claims import Claim
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.evals import Evaluations
+from asyncrl.replay.fence import check
 from asyncrl.replay.journal import Journal
 from asyncrl.replay.ledger import Lease
+from asyncrl.replay.notices import Notices
 from asyncrl.replay.peers import Peer, Peers, displacement, foreign_schema, objection, wrong_schema
 from asyncrl.replay.publications import Publications
 from asyncrl.replay.queue import ReplayQueue
@@ -66,8 +69,7 @@ class ReplayServer:
         self._boot, self._restarts = uuid.uuid4().hex, 0
         self._saved: tuple[set[str], str, int] = (set(), "", 0)
         self._logged: set[str] = set()
-        self._owed: dict[str, list[str]] = {}
-        self._admitted: dict[str, list[str]] = {}
+        self._notices = Notices()
         self._ticked = 0.0
         self._done_at: float | None = None
         self._finished_at: float | None = None
@@ -165,8 +167,7 @@ class ReplayServer:
             case wire.LeaseRequest():
                 self._lease(peer, message, now)
             case wire.Heartbeat(held=held, gauges=gauges, busy=busy):
-                self.peers.generators[peer.name].gauges = gauges
-                self.peers.generators[peer.name].busy.extend(busy)
+                self.peers.beat(peer.name, gauges, busy)
                 self._holds(peer, Version(*held), now)
             case wire.EvalResult(version=version):
                 if self.queue.clock.unknown(Version(*version)):
@@ -189,6 +190,7 @@ class ReplayServer:
         if self.failure:
             self._send(peer, wire.Stop(self.failure))
             return
+        check(peer.name, message, self.queue)
         match message:
             case wire.Take():
                 self._watchdog.asked(now)
@@ -200,8 +202,8 @@ class ReplayServer:
                 self._watchdog.progress(now)
                 self.save()
                 self._send(peer, wire.Ack([], group_ids, seq))
-            case wire.Published(epoch, update, source, seq, batches):
-                self._published(Version(epoch, update), source, batches, now)
+            case wire.Published(seq=seq):
+                self._published(peer, message, now)
                 self._send(peer, wire.Ack([], [], seq))
             case wire.Done(seq=seq):
                 if self._done_at is None:
@@ -214,27 +216,27 @@ class ReplayServer:
                 raise ValueError(f"a learner may not send {type(message).__name__}")
 
     def _hello(self, identity: bytes, hello: wire.Hello, now: float) -> None:
-        why = objection(hello, self.queue.model, self._settings) or self.peers.displaced(hello)
+        clock, claim = self.queue.clock, Claim([], [], [])
+        why = objection(hello, self.queue.model, self._settings) or self.peers.refusal(identity, hello, clock.epoch)
         if why:
-            log.warning("refused a peer: %s", why)
+            log.warning("refused a peer: %.500s", why)
             return self._refuse(identity, "refused_peer", why)
         for old in self.peers.displace(identity, hello):
             self._send(old, wire.Refused(displacement(old.role, old.name)))
-        if not any((p.name, p.boot_id) == (hello.peer_id, hello.boot_id) for p in self.peers.known.values()):
+        again = any((p.name, p.boot_id) == (hello.peer_id, hello.boot_id) for p in self.peers.known.values())
+        if not again:
             log.info("%s joined", hello.peer_id)  # asyncrl.remote waits for these lines
         if self.peers.join(identity, hello, now):
             self._lost(hello.peer_id, "restarted_generator")
         self._desk.forget_all_but(set(self.peers.known))
-        clock, useless = self.queue.clock, []
         if hello.role == "generator":
             held = Version(*hello.held) if hello.held is not None else clock.newest or Version(0, 0)
-            useless = self.queue.claim(hello.peer_id, held, hello.leases, hello.kept, now)
+            heard = hello.heard if hello.replay == self._boot else -1
+            claim = self.queue.claim(hello.peer_id, held, hello.leases, hello.kept, now, heard)
         self.save()
-        if useless:
-            # Before the Welcome, after which it sends again what it keeps.
-            kept = [i.rpartition("#")[0] for i in set(useless) & set(hello.kept)]
-            self._send(self.peers.known[identity], wire.Ack([], kept))
-            self._send(self.peers.known[identity], wire.Cancel(useless))
+        # Before the Welcome, after which a generator that is new here sends again what it keeps.
+        for message in claim.messages(again):
+            self._send(self.peers.known[identity], message)
         newest = (*clock.newest, self._versions.source) if clock.newest is not None else None
         self._send(self.peers.known[identity], wire.Welcome(clock.epoch, clock.update, newest, self._boot))
 
@@ -246,9 +248,15 @@ class ReplayServer:
         extra = [] if waiting else self.evaluations.lease(peer.name, held, rows or want, now)
         size = self.queue.limits.group_size
         left = want - len(extra) if not rows else min(want, (rows - len(extra)) // size)
-        leases, idle = self.queue.lease(peer.name, held, max(0, left), now)
+        generator = self.peers.generators[peer.name]
+        seq = generator.num_leases + 1
+        leases, idle = self.queue.lease(peer.name, held, max(0, left), now, seq)
         self.save()
-        if not self._send(peer, wire.Leases(extra + [_to_msg(x, now) for x in leases], idle)):
+        # First what became of earlier results: a prompt that is leased anew must not be taken for one of them.
+        self._notify()
+        if self._send(peer, wire.Leases(extra + [_to_msg(x, now) for x in leases], idle, seq)):
+            generator.num_leases = seq
+        else:
             self.queue.withdraw(leases)
             for lease in extra:
                 self.evaluations.fail(peer.name, lease.lease_id, "undelivered")
@@ -267,14 +275,16 @@ class ReplayServer:
         if status == "no_room":
             self._send(peer, wire.Hold([group.group_id]))
             return
-        told = self._admitted if status in ("admitted", "known") else self._owed
-        told.setdefault(peer.name, []).append(group.group_id)
+        self._notices.result(peer.name, group, status, group.group_id in self.queue.ledger.entries)
 
-    def _published(self, version: Version, source: str, batches: int, now: float) -> None:
-        newer = self._versions.announce(version, source, batches)
+    def _published(self, peer: Peer, message: wire.Published, now: float) -> None:
+        version, epoch, source = Version(message.epoch, message.update), self.queue.clock.epoch, message.source
+        newer = self._versions.announce(version, source, message.batches)
         self.save()
         if not newer:
             return
+        if version.epoch > epoch:
+            self.peers.take_over(peer.identity)
         self._watchdog.progress(now)
         for name, generator in self.peers.generators.items():
             generator.told_at = now
@@ -340,15 +350,11 @@ class ReplayServer:
 
     def _notify(self) -> None:
         """Tell senders which groups are here and which are resolved, and generators which leases are void."""
-        for name, group_id in self.queue.drain_resolved():
-            self._owed.setdefault(name, []).append(group_id)
-        # One message for all that a poll brought. What cannot be delivered now stays owed: the sender keeps its
-        # groups until it hears that they are resolved, and sends them again until it hears that they are here.
-        owed, self._owed, admitted, self._admitted = self._owed, {}, self._admitted, {}
-        for name in owed.keys() | admitted.keys():
-            told = self._tell(name, wire.Ack(admitted.get(name, []), owed.get(name, [])))
-            if not told and name in owed and name in self.peers.generators:
-                self._owed[name] = owed[name]
+        self._notices.resolved(self.queue.drain_resolved())
+        for name, ack, owed in self._notices.drain():
+            # Owed as long as the generator is known: it keeps its groups until it hears that they are resolved.
+            if not self._tell(name, ack) and name in self.peers.generators:
+                self._notices.untold(name, owed)
         cancelled = self.queue.drain_cancelled() + self.evaluations.drain_cancelled()
         for name in {n for n, _ in cancelled}:
             self._tell(name, wire.Cancel([lease_id for n, lease_id in cancelled if n == name]))

@@ -21,7 +21,7 @@ from asyncrl.replay.queue import QueueState
 from asyncrl.types import ModelInfo
 
 FILE = "replay.snapshot"
-FORMAT = 1
+FORMAT = 2
 
 
 class Snapshot(msgspec.Struct, array_like=True, gc=False):

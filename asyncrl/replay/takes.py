@@ -5,10 +5,12 @@ G groups per batch, M batches. Batch m trains update u + m.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+KEPT_TAKES = 64
 
 
 class Take(NamedTuple):
@@ -27,6 +29,47 @@ class Take(NamedTuple):
         """Group ids of one rank's part of a batch."""
         sizes = list(zip(self.batches[batch], self.tokens[batch], strict=True))
         return set(balance(sizes, world)[rank])
+
+
+class Takes:
+    """Frozen takes by id. Every id up to `retired` is over: whoever still names one repeats itself."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[int, Take] = {}
+        self.retired = -1
+
+    def find(self, take_id: int, update: int, clock: int) -> Take | None:
+        """The take of that id, None when it is to be made. ValueError for one that contradicts what was."""
+        take = self.by_id.get(take_id)
+        if take is not None and take.update != update:
+            raise ValueError(f"take {take_id} was made for update {take.update}, not {update}")
+        if take is None and (take_id <= self.retired or update < clock):
+            raise ValueError(f"take {take_id} for update {update} is over, the clock is at {clock}")
+        return take
+
+    def check_commit(self, take_id: int, update: int, clock: int) -> None:
+        """ValueError when no batch of that take can bring the learner's clock to `update`.
+
+        A take that is over can only be committed again, by a learner that did not hear the answer.
+        """
+        take = self.by_id.get(take_id)
+        if take is None and not 0 <= take_id <= self.retired:
+            raise ValueError(f"commit of take {take_id}, which was never made")
+        last = take.update + len(take.batches) if take is not None else clock
+        if update > last:
+            raise ValueError(f"commit of take {take_id} at update {update}; after it the clock is at most {last}")
+
+    def add(self, take: Take) -> None:
+        """Remember a take; the oldest of many are retired."""
+        self.by_id[take.take_id] = take
+        while len(self.by_id) > KEPT_TAKES:
+            self.retired = next(iter(self.by_id))
+            del self.by_id[self.retired]
+
+    def save(self, taken: Collection[int]) -> tuple[list[Take], int]:
+        """Takes of which groups are not committed yet (`taken`), and what is retired without the others."""
+        retired = max([self.retired, *(set(self.by_id) - set(taken))])
+        return [t for t in self.by_id.values() if t.take_id in taken], retired
 
 
 class Candidate(NamedTuple):

@@ -2,7 +2,8 @@
 
 Progress is a group that was admitted, a commit, a publication or an evaluation answer. Nothing can progress when the
 learner waits for groups and no generator can deliver one: all are gone, none ever came, every lease
-fails, or none gets a lease. `now` is passed in, in seconds of any monotonic clock.
+fails, none gets a lease, or leases expire again and again and nobody samples a token. `now` is passed in, in seconds
+of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from asyncrl.replay.queue import ReplayQueue
 REPEAT_S = 10.0
 """A learner that waits repeats its request every two seconds; one that did not for this long is gone."""
 
+EXPIRIES = 2
+"""So often must leases expire without a token: once may be a fleet that was about to begin."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What can be seen of a run now.
 
     last_seen: when any generator was heard last, None when none ever joined. oldest_lease: when the oldest
-    running lease was given out. num_expired: leases without a result in time, over the run. tokens: sum of
-    the generators' token counts. waiting: what the learner waits for, "" when it waits for nothing.
+    running lease was given out. num_expired: leases without a result in time, over the run. tokens: changes when
+    a generator samples. waiting: what the learner waits for, "" when it waits for nothing.
     """
 
     published: bool
@@ -34,7 +38,7 @@ class Sight:
     num_leased: int
     oldest_lease: float
     num_expired: int
-    tokens: float
+    tokens: int
     waiting: str
 
 
@@ -49,7 +53,7 @@ def look(queue: ReplayQueue, peers: Peers, learner_waits: bool) -> Sight:
         num_leased=len(leases),
         oldest_lease=min((x.expires for x in leases), default=math.inf) - queue.limits.lease_timeout_s,
         num_expired=queue.tally.counters["lease_expired"],
-        tokens=sum(g.gauges.get("tokens", 0.0) for g in fleet),
+        tokens=peers.num_rises,
         waiting=(queue.waiting or "groups") if learner_waits else "",
     )
 
@@ -67,15 +71,15 @@ class Watchdog:
     def __init__(self, limit_s: float, now: float) -> None:
         self._limit_s = limit_s
         self._progress = self._warned = self._asked = self._busy = self._unleased = now
-        self._tokens = 0.0
+        self._tokens = 0
         self._failures: tuple[float, float] | None = None
-        self._expired, self._num_expired = False, 0
+        self._num_expiries, self._num_expired = 0, 0
         self.cause = ""
 
     def progress(self, now: float) -> None:
         """Something was achieved: what went wrong before it is no cause any more."""
         self._progress = self._warned = now
-        self._failures, self._expired, self.cause = None, False, ""
+        self._failures, self._num_expiries, self.cause = None, 0, ""
 
     def failed(self, reason: str, now: float) -> None:
         """A lease, a load or a generator failed. The first reason since the last progress is the cause."""
@@ -93,7 +97,7 @@ class Watchdog:
         if sight.num_leased:
             self._unleased = now
         # A lease without a result in time: whoever holds it is slow or stuck, but did not fail.
-        self._expired = self._expired or sight.num_expired > self._num_expired
+        self._num_expiries += sight.num_expired > self._num_expired
         self._num_expired = sight.num_expired
         if now - self._progress < self._limit_s:
             return Verdict()
@@ -116,13 +120,15 @@ class Watchdog:
             return f"every generator is gone, the last one was heard {now - sight.last_seen:.0f} s ago"
         if self._all_fail(sight, now):
             return f"no group was finished for {now - self._progress:.0f} s, every lease or generator fails"
+        if self._num_expiries >= EXPIRIES and now - self._busy >= limit:
+            return f"leases expire again and again, and no token was sampled for {now - self._busy:.0f} s"
         if min(now - self._unleased, now - self._busy) >= limit:
             return f"{sight.num_alive} generators are alive, but none had a lease for {limit:g} s"
         return ""
 
     def _all_fail(self, sight: Sight, now: float) -> bool:
         """Failures over half the limit, and no lease that only takes long."""
-        if self._failures is None or self._expired:
+        if self._failures is None or self._num_expiries:
             return False
         first, last = self._failures
         age = now - sight.oldest_lease if sight.num_leased else -math.inf

@@ -21,7 +21,7 @@ class RunSection(Section):
     shutdown_s: Seconds = Field(6.0, ge=1)
     """Time between the request to stop and SIGKILL."""
     max_generator_restarts: NonNegative = 5
-    """How often a generator that died is started again, over the whole run."""
+    """How often each generator is started again when it died, over the whole run; then it is set aside."""
     max_replay_restarts: NonNegative = 3
     """How often replay is started again when it died, over the whole run; it goes on where it was."""
     max_learner_restarts: NonNegative = 3
@@ -73,7 +73,8 @@ class ReplaySection(Section):
     heartbeat_timeout_s: Seconds = Field(15.0, ge=3)
     """A generator silent for this long is dead; its leases are given out again. It beats once a second."""
     max_attempts: Positive = 5
-    """Leases of one prompt before it is dropped, counted and named in the log."""
+    """Leases of one prompt before it is dropped, counted and named in the log. Those of versions that a resumed
+    learner threw away do not count."""
 
 
 class WeightsSection(Section):

@@ -130,4 +130,5 @@ class LearnerSection(Section):
     """Longest wait for a take of a slow fleet before the learner gives up; keep it above run.watchdog_s, which comes
     first when nothing can progress. Longer than replay.heartbeat_timeout_s."""
     collective_timeout_s: Seconds = Field(120.0, ge=10)
-    """Timeout of a collective between ranks (rank 0 also commits and publishes in between)."""
+    """Timeout of a collective between ranks. With several, rank 0 waits at most 0.75 of it for replay to answer a
+    commit or an announcement."""

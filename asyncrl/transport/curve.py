@@ -133,13 +133,15 @@ class Guard:
 class Watch:
     """A client's view of its handshakes. `tend` it whenever nothing arrives.
 
+    reconnected: a connection was made after an earlier one; whoever reads that sets it back.
     After a refusal in words (a key not allowed, another mechanism) libzmq never dials again; this does.
     """
 
     def __init__(self, context: Any, socket: Any, endpoint: str, keys: ClientKeys | None) -> None:
         self._socket, self._endpoint, self._keys = socket, endpoint, keys
-        self._monitor = watch(context, socket)
+        self._monitor = watch(context, socket, _FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._broken = 0
+        self._connected = self.reconnected = False
         self._logged: set[str] = set()
         self._redial_at: float | None = None
 
@@ -147,6 +149,9 @@ class Watch:
         """Say once why the server refuses us, and dial again when it is time. Never waits."""
         now = time.monotonic()
         for event, _ in events(self._monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.reconnected, self._connected = self._connected, True
+                continue
             if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._redial_at = self._redial_at or now + REDIAL_S
             self._broken += 1
@@ -182,10 +187,10 @@ def pin(socket: Any, keys: ClientKeys) -> None:
     socket.curve_secretkey = keys.secret
 
 
-def watch(context: Any, socket: Any) -> Any:
-    """A socket that gets the failed handshakes of `socket`."""
+def watch(context: Any, socket: Any, which: int = _FAILED) -> Any:
+    """A socket that gets these events of `socket`: its failed handshakes, unless others are named."""
     where = f"inproc://handshakes-{id(socket)}"
-    socket.monitor(where, _FAILED)
+    socket.monitor(where, which)
     monitor = context.socket(zmq.PAIR, socket_class=zmq.Socket)
     monitor.linger = 0
     # No limit: a full queue of events would stop libzmq's I/O thread.

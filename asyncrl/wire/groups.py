@@ -15,15 +15,15 @@ import numpy as np
 from asyncrl.arrays import ArraySpec, Buffer, dtype_of, num_bytes, pack, spec_of, view
 from asyncrl.errors import WireError
 from asyncrl.types import Group, Prompt, Segment, Trajectory, Version
-from asyncrl.wire.messages import MALFORMED, SCHEMA, Number, PromptMsg, Struct, encoder, kind
+from asyncrl.wire.messages import MALFORMED, SCHEMA, Id, Name, Number, PromptMsg, Struct, encoder, kind
 
 
 class TrajectoryHead(Struct):
     """One trajectory without its arrays."""
 
-    trajectory_id: str
+    trajectory_id: Id
     reward: float
-    finish_reason: str
+    finish_reason: Name
     segments: list[tuple[Number, Number, int, int]]  # epoch, update, start, end
     route_counts: ArraySpec | None
     routes: ArraySpec | None
@@ -35,8 +35,8 @@ class _SchemaOnly(Struct):
 
 class _GroupHeader(Struct):
     schema: int
-    group_id: str
-    generator_id: str
+    group_id: Id
+    generator_id: Name
     attempt: int
     temperature: float
     seconds: float

@@ -27,6 +27,21 @@ TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
 """What fits int32."""
 
 
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+"""Of a peer or a setting."""
+
+GaugeName = Annotated[str, msgspec.Meta(max_length=64)]
+"""Replay keeps the last gauges of every generator."""
+
+Id = Annotated[str, msgspec.Meta(max_length=1024)]
+"""Of a prompt, a group or a lease."""
+
+Ids = Annotated[list[Id], msgspec.Meta(max_length=2**16)]
+
+Text = Annotated[str, msgspec.Meta(max_length=2**16)]
+"""A reason, a place or a value."""
+
+
 class Struct(msgspec.Struct, array_like=True, gc=False):
     """Base of everything on the wire: fields by position, no names."""
 
@@ -59,22 +74,27 @@ class Hello(Struct, tag="hello"):
 
     leases: lease ids of the training groups that a generator samples; kept: of those that it finished and
     keeps until they are resolved. It sends them again when replay was started again. settings: values by config
-    key that every role of a run must share.
+    key that every role of a run must share. heard: seq of the newest Leases that came from the process of replay
+    whose Welcome said `replay`; leases of those that are not named here got lost. held: the version that a generator
+    holds, or the newest that a learner published (a rank that publishes none: one of its run epoch,
+    from its first take on).
     """
 
     schema: int
-    role: str
-    peer_id: str
-    boot_id: str
-    layers: list[int]
+    role: Name
+    peer_id: Name
+    boot_id: Name
+    layers: Annotated[list[int], msgspec.Meta(max_length=4096)]
     num_experts: int
     top_k: int
     vocab_size: int
-    fingerprint: str
+    fingerprint: Name
     held: tuple[int, int] | None = None
-    leases: list[str] = []
-    kept: list[str] = []
-    settings: dict[str, str] = {}
+    leases: Ids = []
+    kept: Ids = []
+    settings: Annotated[dict[Name, Text], msgspec.Meta(max_length=256)] = {}
+    replay: Name = ""
+    heard: int = 0
 
 
 class Welcome(Struct, tag="welcome"):
@@ -108,10 +128,14 @@ class LeaseRequest(Struct, tag="lease"):
 
 
 class Leases(Struct, tag="leases"):
-    """Leased prompts, and when there are fewer than asked: why (idle)."""
+    """Leased prompts, and when there are fewer than asked: why (idle). Every LeaseRequest is answered by one.
+
+    seq counts those to one process of a generator, from 1.
+    """
 
     leases: list[LeaseMsg]
     idle: str = ""
+    seq: int = 0
 
 
 class Heartbeat(Struct, tag="heartbeat"):
@@ -121,46 +145,48 @@ class Heartbeat(Struct, tag="heartbeat"):
     """
 
     held: tuple[int, int]
-    gauges: dict[str, float]
-    busy: list[tuple[float, float]] = []
+    gauges: Annotated[dict[GaugeName, float], msgspec.Meta(max_length=64)]
+    busy: Annotated[list[tuple[float, float]], msgspec.Meta(max_length=2**14)] = []
 
 
 class EvalAnswer(Struct):
     """One scored held-out response."""
 
-    prompt_id: str
-    sample: int
+    prompt_id: Id
+    sample: Number
     greedy: bool
     reward: float
-    length: int
-    finish_reason: str
+    length: Number
+    finish_reason: Name
 
 
 class EvalResult(Struct, tag="eval_result"):
     """Scored held-out responses of one evaluation, all sampled under `version`."""
 
-    eval_id: str
+    eval_id: Id
     version: tuple[int, int]
-    answers: list[EvalAnswer]
+    answers: Annotated[list[EvalAnswer], msgspec.Meta(max_length=2**16)]
 
 
 class Failed(Struct, tag="failed"):
     """A generator gives a lease back with the reason; replay counts and re-leases it."""
 
-    lease_id: str
-    group_id: str
-    reason: str
+    lease_id: Id
+    group_id: Id
+    reason: Text
 
 
 class Ack(Struct, tag="ack"):
     """admitted: in the queue (or already known). resolved: committed, evicted or dropped; forget it.
 
-    seq is that of the request of a learner which this answers.
+    seq is that of the request of a learner which this answers. void: leases whose results are not wanted, while
+    other results of their groups may be.
     """
 
     admitted: list[str]
     resolved: list[str]
     seq: int = 0
+    void: list[str] = []
 
 
 class Hold(Struct, tag="hold"):
@@ -170,7 +196,7 @@ class Hold(Struct, tag="hold"):
 
 
 class Send(Struct, tag="send"):
-    """There is room for these groups, which the generator keeps: send them now, whether admitted once or not."""
+    """Replay has not got these groups, which the generator keeps: send them now, whether admitted once or not."""
 
     group_ids: list[str]
 
@@ -196,12 +222,13 @@ class Stop(Struct, tag="stop"):
 
 
 class Take(Struct, tag="take"):
-    """A learner rank asks for its shard of take `take_id`; idempotent."""
+    """A learner rank asks for its shard of take `take_id`; idempotent. epoch is its run epoch."""
 
     take_id: Number
     update: Number
     rank: int
     world: int
+    epoch: Number = 0
 
 
 class TakeReply(Struct, tag="take_reply"):
@@ -228,10 +255,11 @@ class Commit(Struct, tag="commit"):
 
     take_id: Number
     update: Number
-    outcome: str
-    group_ids: list[str]
+    outcome: Name
+    group_ids: Ids
     seq: int = 0
     batch: Number = 0
+    epoch: Number = 0
 
 
 class Published(Struct, tag="published"):
@@ -242,7 +270,7 @@ class Published(Struct, tag="published"):
 
     epoch: Number
     update: Number
-    source: str
+    source: Text
     seq: int = 0
     batches: Number = 0
 
@@ -264,6 +292,7 @@ class Done(Struct, tag="done"):
 
     update: Number
     seq: int = 0
+    epoch: Number = 0
 
 
 Message = (

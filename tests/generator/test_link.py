@@ -73,6 +73,53 @@ def test_a_replay_that_never_answers_is_an_error_that_names_the_address(tmp_path
     asyncio.run(go())
 
 
+def test_a_full_pipe_costs_the_message_and_not_the_generator(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "SEND_S", 0.1)
+
+    async def go():
+        link = Link("tcp://127.0.0.1:9", b"g0", hello, 30.0)  # nobody serves the discard port here
+        try:
+            for _ in range(5000):
+                await link.send(wire.encode(wire.Heartbeat((0, 3), {})))
+                if "no room to send" in caplog.text:
+                    return
+            raise AssertionError("there was always room")
+        finally:
+            link.leave()
+
+    asyncio.run(go())
+
+
+def test_hello_is_said_now_and_then_though_replay_answers(monkeypatch):
+    monkeypatch.setattr(module, "REMIND_S", 0.5)
+    server = Server("tcp://127.0.0.1:*")
+    heard = []
+
+    def answer():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and heard.count("Hello") < 4:
+            for peer, frames in server.poll(0.05):
+                heard.append(type(wire.decode(frames)).__name__)
+                server.send(peer, wire.encode(wire.Welcome(0, 0, None)))
+
+    async def go():
+        link = Link(server.address, b"g0", hello, 60.0)
+        await link.hello()
+        serving = asyncio.create_task(asyncio.to_thread(answer))
+        while not serving.done():
+            # Something arrives all the time, so that there is no silence.
+            await link.send(wire.encode(wire.Heartbeat((0, 3), {})))
+            await link.next()
+        await serving
+        await link.close()
+
+    try:
+        asyncio.run(go())
+    finally:
+        server.close()
+    assert heard.count("Hello") == 4 and heard.count("Heartbeat") > 4
+
+
 def test_silence_is_met_with_a_ping_and_then_with_hello(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PING_S", 0.5)
     monkeypatch.setattr(module, "SILENCE_S", 2.0)

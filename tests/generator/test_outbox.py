@@ -6,7 +6,7 @@ from asyncrl.generator.outbox import Outbox
 def outbox(*names):
     box = Outbox()
     for name in names:
-        assert box.add(name, f"{name}#1", [name.encode()], 0.0)
+        box.add(name, f"{name}#1", [name.encode()], 0.0)
     return box
 
 
@@ -35,11 +35,26 @@ def test_a_new_replay_gets_everything_once():
     assert box.due(11.2) == [[b"a"], [b"b"]]
 
 
-def test_the_first_result_of_a_group_stays():
+def test_a_newer_result_of_a_group_is_kept_beside_the_older_until_replay_says_which_it_has():
     box = outbox("a")
-    assert not box.add("a", "a#2", [b"second"], 1.0)
+    box.admitted(["a"])
+    # Replay leases it anew: whatever it said of the first result, it has it no more.
+    assert box.wanted(["a"]) and not box.wanted(["b"])
+    assert box.due(1.0) == [[b"a"]]
+    box.add("a", "a#2", [b"second"], 2.0)
+    assert "a#1" in box and box.lease_ids == ["a#1", "a#2"]
+    box.void(["a#1", "unknown#1"])
+    box.admitted(["a"])
+    assert box.lease_ids == ["a#2"] and box.unconfirmed == []
     box.renew()
-    assert box.due(2.0) == [[b"a"]]
+    assert box.due(3.0) == [[b"second"]]
+
+
+def test_a_resolved_group_is_forgotten_with_all_its_results():
+    box = outbox("a", "b")
+    box.add("a", "a#2", [b"second"], 1.0)
+    box.resolved(["a"])
+    assert box.lease_ids == ["b#1"]
 
 
 def test_what_replay_has_no_room_for_waits_until_it_is_asked_for():

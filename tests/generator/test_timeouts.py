@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from asyncrl import wire
 from asyncrl.config import Config, validate
 from asyncrl.engines.batch import Batch
 from asyncrl.engines.rows import _LIMIT, _STOP_SET
 from asyncrl.engines.torch_engine import TorchEngine
+from asyncrl.errors import EngineError
 from asyncrl.generator.loop import Generator
-from asyncrl.generator.sample import Sampler
+from asyncrl.generator.sample import OutOfTime, Sampler
 from asyncrl.models.describe import describe
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.ledger import State
@@ -207,6 +210,34 @@ def test_a_verifier_that_hangs_costs_its_response_or_the_group(make_rig, on_time
             assert rig.queue.tally.dropped[0][1] == "max_attempts"
 
     asyncio.run(rig.run(scenario))
+
+
+def test_a_generator_whose_engine_hangs_ends_with_that_reason(make_rig):
+    rig = make_rig()
+    rig.engine._answer_s = 0.5
+    go_on = threading.Event()
+
+    async def scenario(rig: Rig, generator: Generator) -> None:
+        rig.engine._worker.send(lambda: go_on.wait(GIVE_UP_S))
+        while not rig.running.done():
+            await rig.step()
+
+    try:
+        with pytest.raises(EngineError, match="the engine hangs"):
+            asyncio.run(rig.run(scenario))
+        # Replay heard why.
+        assert rig.queue.tally.counters["generator_engineerror"] == 1
+    finally:
+        go_on.set()
+
+
+def test_an_evaluation_response_that_never_ends_is_given_back_in_time(make_rig):
+    rig = make_rig(endless=1)
+    prompt = wire.prompt_to_msg(rig.queue.ledger.prompts[0])
+    lease = wire.LeaseMsg("eval/0.0/p/0#1", "eval/0.0/p/0", 1, prompt, 1.0, "0.0")
+    with pytest.raises(OutOfTime, match=r"an evaluation response was not sampled within 0\.8 s"):
+        asyncio.run(rig.sampler.evaluation(lease))
+    assert asyncio.run(rig.sampler.evaluation(lease)).answers[0].length == 5
 
 
 def test_a_full_queue_stalls_sampling_and_nothing_else(make_rig):

@@ -155,3 +155,29 @@ def test_under_wait_a_lease_that_came_too_late_is_cancelled_and_admission_is_the
         assert queue.lease("g0", V0, 1, 0.0).idle == "ahead_full"
         queue.publish(V1)
         assert queue.drain_cancelled() == [("g0", lease.lease_id)]
+
+
+def test_the_first_take_after_a_resume_waits_although_its_number_is_that_of_an_earlier_one():
+    queue, _, ids = waiting_queue()
+    assert queue.take(0, 1, 100.0) is None and queue.take(0, 1, 102.0) is not None and queue.tally.waits == 1
+    queue.commit(0, 2, "trained", ids)
+    assert queue.publish(Version(1, 1))
+    queue.lease("g1", Version(1, 1), 1, 150.0)
+    queue.publish(Version(1, 2))
+    for lease in queue.lease("g0", Version(1, 2), 2, 150.0).leases:
+        deliver(queue, answer(lease, [(2, 4)], [(2, 4)], epoch=1), [b"group", b""], "g0")
+    assert queue.take(0, 2, 200.0) is None, "its own wait begins now"
+    assert queue.tally.waits == 2 and queue.take(0, 2, 201.99) is None
+    assert queue.take(0, 2, 202.0) is not None
+
+
+def test_a_take_that_waits_for_old_groups_is_worked_out_again_only_when_something_moved():
+    queue, slow, ids = waiting_queue()
+    assert queue.take(0, 1, 100.0) is None
+    walks = []
+    of_state, by_age = queue.ledger.of_state, queue.ledger.by_age
+    queue.ledger.of_state = lambda state: (walks.append(state), of_state(state))[1]
+    queue.ledger.by_age = lambda *states: (walks.append(states), by_age(*states))[1]
+    assert all(queue.take(0, 1, 100.0 + now / 1000) is None for now in range(1900)) and not walks
+    assert deliver(queue, answer(slow), [b"group", b""], "g1").status == "admitted"
+    assert queue.take(0, 1, 101.9).batches == ((slow.group_id, ids[0]),)

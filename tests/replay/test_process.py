@@ -53,7 +53,7 @@ def model_folder(path: Path) -> Path:
     return path
 
 
-def make_config(tmp_path: Path, **replay: object) -> Config:
+def make_config(tmp_path: Path, updates: int = 120, **replay: object) -> Config:
     model = model_folder(tmp_path / "model")
     return validate(
         {
@@ -61,6 +61,7 @@ def make_config(tmp_path: Path, **replay: object) -> Config:
             "model": {"path": str(model)},
             "task": {"train_size": 64, "eval_size": 8, "max_terms": 4},
             "algorithm": {"groups_per_update": 4, "group_size": 2},
+            "learner": {"updates": updates},
             "replay": replay,
         }
     )
@@ -95,12 +96,12 @@ def test_serves_at_its_published_address_without_torch_and_ends_on_sigterm(role)
     assert isinstance(welcome, wire.Welcome) and welcome.newest is None and welcome.boot
     client.send(wire.encode(wire.LeaseRequest((0, 0), 1)))
     frames = client.recv(10.0)
-    assert frames is not None and wire.decode(frames) == wire.Leases([], "no_version")
+    assert frames is not None and wire.decode(frames) == wire.Leases([], "no_version", 1)
     client.close()
     assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
     process.terminate()
     process.join(10)
-    assert process.exitcode == 0 and not file.exists()
+    assert process.exitcode == 143 and not file.exists()
     # The port is free again at once.
     Server(address).close()
 

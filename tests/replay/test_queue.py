@@ -395,7 +395,7 @@ def test_commit_resolves_once():
     # Groups of another take are left alone.
     ids = fill(queue, 4)
     queue.take(1, 1)
-    assert queue.commit(0, 2, "trained", ids) == [] and queue.ledger.count(State.TAKEN) == 4
+    assert queue.commit(0, 1, "trained", ids) == [] and queue.ledger.count(State.TAKEN) == 4
     with pytest.raises(ValueError, match="neither trained nor skipped"):
         queue.commit(0, 1, "maybe", ids)
 

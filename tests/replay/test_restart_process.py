@@ -90,7 +90,7 @@ class Role(threading.Thread):
 
 @pytest.fixture
 def parts(tmp_path):
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, 40)
     info = describe(config.model.path)
     replay = Replay(config)
     fleet = [Role(config, info, name) for name in ("g0", "g1")]
@@ -115,7 +115,7 @@ def test_replay_behind_a_fixed_address_is_followed_without_a_file(tmp_path):
     probe = Server("tcp://127.0.0.1:*")
     probe.close()
     fixed = {"bind": probe.address, "connect": probe.address}
-    base = make_config(tmp_path)
+    base = make_config(tmp_path, 12)
     config = base.model_copy(update={"replay": base.replay.model_copy(update=fixed)})
     info = describe(config.model.path)
     replay = Replay(config)

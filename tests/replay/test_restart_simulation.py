@@ -179,7 +179,7 @@ class RestartSimulation(Simulation):
             return False
         everything = [pair for shard in self.shards.values() for pair in shard]
         assert len(set(everything)) == len(everything)
-        take = self.queue._takes[self.take_id]
+        take = self.queue._takes.by_id[self.take_id]
         for m, ids in enumerate(take.batches):
             got = {i for k, i in everything if k == m}
             assert got <= set(ids) and (not self.punctual or set(ids) - got <= self.gone)

@@ -88,6 +88,30 @@ def commits(queue: ReplayQueue, take_id: int, update: int) -> list[Committed]:
     return queue.commit(take_id, update + 1, "trained", take.batches[0], batch=update)
 
 
+def test_a_learner_that_is_killed_often_costs_no_prompt_its_attempts():
+    queue = make_queue(max_lag=9, groups_per_update=1, max_attempts=2)
+    for epoch in range(8):
+        queue.publish(Version(epoch, 0))
+        queue.publish(Version(epoch, 1))
+        sampled, running = queue.lease("g0", Version(epoch, 1), 2, 0.0).leases
+        assert sampled.attempt == running.attempt == epoch + 1
+        group = answer(sampled, [(1, 4)], [(1, 4)], epoch=epoch)
+        assert deliver(queue, group, [b"group", b""], "g0").status == "admitted"
+        # What is remembered of it outlives replay.
+        queue, saved = make_queue(max_lag=9, groups_per_update=1, max_attempts=2), queue.save()
+        queue.clock.newest = None
+        queue.load(saved)
+        queue.claim("g0", Version(epoch, 1), [running.lease_id], [sampled.lease_id], 0.0)
+        assert deliver(queue, group, [b"group", b""], "g0").status == "admitted"
+    queue.publish(Version(8, 0))
+    assert queue.tally.counters["lost_version"] == 16 and not queue.tally.dropped
+    # An attempt that died with its generator counts: the prompt may be what kills it.
+    for attempt in (9, 10):
+        assert {x.attempt for x in queue.lease("g0", Version(8, 0), 2, 0.0).leases} == {attempt}
+        queue.generator_lost("g0")
+    assert queue.tally.counters["max_attempts"] == 2
+
+
 def test_the_undone_prompts_are_leased_first_and_trained_once_more():
     queue = make_queue(max_lag=9)
     done = []
@@ -256,8 +280,8 @@ def test_takes_of_the_dead_learner_are_void_and_its_waiting_ranks_get_nothing(ma
     for lease in generator.ask(wire.LeaseRequest((1, 0), 4, 0)).leases:
         generator.ask(generator.group(lease))
     # The take with number 0 of the first learner is forgotten; rank 1 of old does not freeze its own.
-    assert other.quiet() and not net.queue._takes
-    learner.send(wire.Take(0, 0, 0, 1))
+    assert other.quiet() and not net.queue._takes.by_id
+    learner.send(wire.Take(0, 0, 0, 1, epoch=1))
     reply, _ = learner.recv()
     assert reply.ready and len(reply.frames) == 4
 

@@ -98,9 +98,34 @@ def test_a_restored_take_becomes_whole_at_the_cost_of_what_nobody_else_has():
     other.generator_lost("g1")
     assert put(other, a) == "known" and held(other) == {c.group_id}
     assert put(other, b) == "known" and held(other) == set()
+    # Nobody has c any more: it waits to be leased again. d is kept by g2, and not asked for while there is no room.
+    assert other.tally.counters["lost_payload"] == 1 and other.ledger.count(State.KEPT) == 1
     other.expire(0.0), other.room.ask(0.0)
     other.expire(other.limits.lease_timeout_s + 1)
-    assert other.tally.counters["lost_payload"] == 0, "not asked for while there is no room"
+    assert other.tally.counters["lost_payload"] == 1 and other.ledger.kept_bytes == 100
+    other.commit(0, 1, "trained", [a.group_id, b.group_id])
+    (again,) = lease(other, 1, name="g2", now=2000.0)
+    assert (again.group_id, again.attempt) == (c.group_id, 2)
+    assert other.room.ask(2000.0) == [("g2", d.group_id)]
+    assert put(other, d, name="g2") == "admitted" and put(other, again, name="g2") == "admitted"
+    assert set(train(other, 1, 1)) == {c.group_id, d.group_id} and other.ledger.num_bytes == 0
+
+
+def test_a_group_whose_generator_died_is_like_any_other_once_it_is_sampled_again():
+    queue = make_queue(groups_per_update=2, max_lag=1, capacity_bytes=300)
+    leases = lease(queue, 2)
+    for one in leases:
+        put(queue, one)
+    queue.generator_lost("g0")
+    for update in (1, 2):
+        queue.publish(Version(0, update))
+    assert queue.tally.counters["stale"] == 2
+    again = lease(queue, 3, Version(0, 2), name="g1")
+    assert {x.group_id for x in again[:2]} == {x.group_id for x in leases}
+    assert [put(queue, x, name="g1") for x in again[:0:-1]] == ["admitted"] * 2
+    assert put(queue, again[0], 150, name="g1") == "no_room"
+    train(queue, 0, 2)
+    assert queue.room.ask(0.0) == [("g1", again[0].group_id)]
 
 
 def test_room_that_is_meant_for_an_older_group_is_not_given_to_a_younger_one():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 
 import msgspec
 import pytest
 
 from asyncrl import wire
-from asyncrl.errors import RunError
+from asyncrl.errors import ConfigError, RunError
 from asyncrl.replay import desk
+from asyncrl.replay.claims import Claim
 from asyncrl.replay.cursor import RESERVE, Cursor
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.journal import Journal
@@ -55,7 +57,8 @@ def test_a_generator_keeps_its_leases_over_a_restart_of_replay():
     leases = queue.lease("g0", Version(0, 0), 3, 0.0).leases
     queue = again(queue)
     ids = [x.lease_id for x in leases]
-    assert queue.claim("g0", Version(0, 0), ids[:1], ids[1:2], 5.0) == []
+    claim = queue.claim("g0", Version(0, 0), ids[:1], ids[1:2], 5.0)
+    assert claim == Claim([], [], [leases[1].group_id])
     assert queue.ledger.count(State.LEASED) == 2
     assert deliver(queue, answer(leases[1]), [b"group", b""], "g0").status == "admitted"
     # The third one was not claimed: it is leased to another, and the first result wins.
@@ -166,6 +169,31 @@ def test_half_a_line_of_the_journal_is_cut_off(tmp_path):
     journal.close()
 
 
+def test_a_journal_that_cannot_be_written_leaves_nothing_behind(tmp_path):
+    journal = Journal(tmp_path)
+    journal.write([Committed(0, 0, "0/a", "g0", "trained")])
+    many = [Committed(1, 0, f"0/{i}", "g0", "trained") for i in range(100)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Room for one line and half of the next.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.num_bytes * 5 // 2, hard))
+    try:
+        with pytest.raises(RunError, match=r"committed\.jsonl cannot be written.*File too large"):
+            journal.write(many)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert journal.num_bytes == (tmp_path / "committed.jsonl").stat().st_size
+    mark = journal.num_bytes
+    journal.write(many[:1])
+    assert [c.group_id for c in journal.since(0)] == ["0/a", "0/0"] and journal.since(mark) == many[:1]
+    journal.close()
+
+
+def test_a_snapshot_of_an_earlier_format_is_refused_by_name(tmp_path):
+    (tmp_path / "replay.snapshot").write_bytes(msgspec.msgpack.encode([1, "f", 0, []]))
+    with pytest.raises(ConfigError, match=r"replay\.snapshot is of .*another asyncrl; choose another run\.name"):
+        SnapshotFile(tmp_path, "f").read()
+
+
 def test_a_snapshot_that_cannot_be_written_ends_replay_with_the_reason(tmp_path):
     file = SnapshotFile(tmp_path / "nowhere", "f")
     queue = make_queue()
@@ -265,13 +293,13 @@ def test_killed_while_the_learner_trains_the_commit_is_taken_without_the_payload
     assert run.learners[0].ask(wire.Commit(0, 1, "trained", ids, 7)) == wire.Ack([], ids, 7)
     assert run.lines() == ids and run.net.queue.clock.update == 1
     assert run.net.queue.tally.trained.count == 8
-    # The generator hears on its return that all are resolved, before it would send them again.
+    # The generator hears on its return that none is wanted any more, before it would send them again.
     run.generator.send(wire.Hello(
         wire.SCHEMA, "generator", "g0", "b0", [0, 1], 8, 2, 32, "f00d", (0, 0), [], [x for x, _ in run.sent.values()]
     ))  # fmt: skip
     reply = run.generator.recv()[0]
-    assert isinstance(reply, wire.Ack) and sorted(reply.resolved) == sorted(ids)
-    assert [type(run.generator.recv()[0]) for _ in range(2)] == [wire.Cancel, wire.Welcome]
+    assert isinstance(reply, wire.Ack) and sorted(reply.void) == sorted(f"{i}#1" for i in ids)
+    assert isinstance(run.generator.recv()[0], wire.Welcome)
     assert all(a == wire.Ack([], [i]) for a, i in zip(run.send_again(), run.sent, strict=True))
 
 
@@ -313,7 +341,7 @@ def test_no_lease_and_no_new_take_until_the_generators_are_back(start):
     run.restart()
     run.back()
     run.send_again()
-    assert run.generator.lease(1) == wire.Leases([], "recovering")
+    assert run.generator.lease(1) == wire.Leases([], "recovering", 1)
     run.learners[0].send(wire.Take(0, 0, 0, 1))
     assert run.learners[0].quiet() and run.net.queue.waiting.startswith("g1 to send 0")
     run.net.now += 14.9

@@ -4,9 +4,12 @@ from collections import Counter
 
 import pytest
 
+from asyncrl.replay.ledger import State
 from asyncrl.replay.takes import Candidate, balance, cut, select
 from asyncrl.types import Version
 from tests.replay.support import answer, deliver, fill, make_queue, train
+
+V0 = Version(0, 0)
 
 
 def candidates(*last_updates):
@@ -182,3 +185,50 @@ def test_take_waits_for_the_publication_that_is_due():
     queue.publish(Version(0, 4))
     fill(queue, 3, held=4)
     assert len(train(queue, 1, 4)) == 4
+
+
+def test_a_commit_moves_the_clock_no_further_than_its_take():
+    queue = make_queue(groups_per_update=1, max_lag=3, sync_every=4, updates_per_take=2)
+    with pytest.raises(ValueError, match="commit of take 0, which was never made"):
+        queue.commit(0, 1, "trained", [])
+    fill(queue, 2)
+    take = queue.take(0, 0)
+    with pytest.raises(ValueError, match="commit of take 0 at update 3; after it the clock is at most 2"):
+        queue.commit(0, 3, "trained", take.batches[0])
+    assert queue.clock.update == 0 and queue.ledger.count(State.TAKEN) == 2
+    assert queue.commit(0, 1, "trained", take.batches[0]) and queue.commit(0, 2, "trained", take.batches[1])
+    # A replay that was started again forgets the take. Its learner may say once more what it was not answered.
+    other = make_queue(groups_per_update=1, max_lag=3, sync_every=4, updates_per_take=2)
+    other.load(queue.save())
+    assert other.commit(0, 2, "trained", take.batches[1]) == [] and other.clock.update == 2
+    for take_id, update in ((0, 3), (1, 3), (-1, 2)):
+        with pytest.raises(ValueError, match="commit of take"):
+            other.commit(take_id, update, "trained", [])
+    assert other.clock.update == 2
+
+
+def test_a_rank_that_waits_does_not_make_replay_walk_the_queue_on_every_poll():
+    queue = make_queue(max_lag=8)
+    walks = []
+    of_state, by_age = queue.ledger.of_state, queue.ledger.by_age
+    queue.ledger.of_state = lambda state: (walks.append(state), of_state(state))[1]
+    queue.ledger.by_age = lambda *states: (walks.append(states), by_age(*states))[1]
+    fill(queue, 3)
+    assert queue.take(0, 0, 0.0) is None and walks
+    walks.clear()
+    assert all(queue.take(0, 0, now / 1000) is None for now in range(999)) and not walks
+    # Now and then it does: what came meanwhile may be too old for this take.
+    assert queue.take(0, 0, 1.0) is None and walks
+    fill(queue, 1)
+    assert queue.take(0, 0, 1.0) is not None
+
+
+def test_a_take_that_is_ahead_of_the_clock_waits_for_nothing_that_is_too_old_for_it():
+    queue = make_queue(groups_per_update=2, max_lag=1)
+    fill(queue, 2)
+    queue.take(0, 0)
+    late = queue.lease("g0", V0, 1, 0.0).leases[0]
+    assert queue.take(1, 2, 0.0) is None
+    assert deliver(queue, answer(late), [b"group", b""], "g0").status == "admitted"
+    assert queue.take(1, 2, 0.5) is None and queue.ledger.count(State.QUEUED) == 1
+    assert queue.take(1, 2, 1.0) is None and queue.tally.counters["stale"] == 1

@@ -109,3 +109,23 @@ def test_the_script_survives_a_kill_of_replay_and_of_a_generator_and_leaves_noth
     assert "replay ended with status 137; started again" in said and "g1 ended with status 137; started again" in said
     assert_books(run, 30)
     assert [p.pid for p in psutil.process_iter() if is_in_session(p, script.pid)] == []
+
+
+def test_a_run_that_trained_to_the_end_is_no_failure_although_a_generator_was_set_aside(start_run):
+    run = start_run("aside", **{"generator.count": 2, "run.max_generator_restarts": 0, "learner.updates": 8})
+    run.wait_for(lambda: len(run.updates()) >= 2)
+    run.role("g1").kill()
+    assert run.wait(240) == 0, run.text()
+    assert "generator g1 ended with status -9; set aside" in run.output.read_text()
+    assert_books(run, 8)
+
+
+def test_roles_that_somebody_told_to_leave_are_started_again(start_run):
+    run = start_run("told", **{"learner.updates": 10, "eval.every": 0})
+    run.wait_for(lambda: len(run.updates()) >= 2)
+    run.role("replay").terminate()
+    run.wait_for(lambda: "replay ended with status 143; started again" in run.output.read_text())
+    run.role("g0").terminate()
+    assert run.wait(240) == 0, run.text()
+    assert "generator g0 ended with status 143; started again" in run.output.read_text()
+    assert_books(run, 10)

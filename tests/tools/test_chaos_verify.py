@@ -1,8 +1,10 @@
 """The proof of tools/chaos.py must fail where something is wrong: each test breaks one thing in a sound run."""
 
+from pathlib import Path
+
 import pytest
 from chaos_lib.evidence import Evidence, Settings
-from chaos_lib.verify import table, verify
+from chaos_lib.verify import NEVER, table, verify
 
 SETTINGS = Settings(updates=3, groups_per_update=2, max_lag=2, train_size=3, capacity_bytes=1000, stale="mask")
 ORDER = ["0/a", "0/b", "0/c", "1/a", "1/b", "1/c"]
@@ -139,6 +141,41 @@ def test_an_evicted_group_needs_its_counter_and_its_age(run):
     assert "acknowledged groups lost" not in broken(run)
 
 
+def lost(run):
+    (found,) = [entry for entry in verify(run) if entry.claim == "acknowledged groups lost"]
+    return found.value, found.detail
+
+
+def test_an_eviction_excuses_no_loss_beside_it(run):
+    """0/a is young enough when its prompt is given out again, 0/b is too old by then."""
+    run.tap += [lease(25.0, "0/a"), lease(31.0, "0/b")]
+    run.status = [status(counters={"stale": 1})]
+    assert lost(run) == (1, "0/a")
+    run.status = [status(counters={"lost_version": 2})]
+    assert lost(run)[0] == 2
+    run.status = [status(counters={"stale": 1, "overtaken": 1})]
+    assert lost(run)[0] == 0
+
+
+def test_an_eviction_excuses_only_what_was_here_when_it_was_counted(run):
+    """0/b was acknowledged at 4 and its prompt given out again at 31."""
+    run.tap.append(lease(31.0, "0/b"))
+    for when, found in ((2.0, 1), (20.0, 0), (40.0, 1)):
+        counted = status(t=when + 0.5, counters={"stale": 1})
+        run.status = [status(t=when), counted, status(counters={"stale": 1})]
+        assert lost(run)[0] == found, when
+
+
+def test_a_commit_of_a_group_whose_result_nobody_saw(run):
+    run.tap = [e for e in run.tap if e.get("id") != "1/c"]
+    assert broken(run) == ["groups committed of which no result was seen"]
+
+
+def test_every_counter_that_must_stay_at_0_exists():
+    listed = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    assert [name for name in NEVER if f"`{name}`" not in listed] == []
+
+
 def rolled_back(run):
     """The learner began again from update 1: update 1 is undone, and made again with the same groups."""
     later = [line(u, g, epoch=1) for u, g in ((1, "0/c"), (1, "1/a"), (2, "1/b"), (2, "1/c"))]
@@ -156,6 +193,24 @@ def rolled_back(run):
 def test_what_a_rollback_undid_is_trained_again(run):
     rolled_back(run)
     assert broken(run) == [], table(verify(run))
+
+
+def test_a_rollback_excuses_nothing_before_it(run):
+    rolled_back(run)
+    run.tap.insert(-10, lease(16.0, "0/c"))
+    assert lost(run) == (1, "0/c")
+
+
+def test_a_rollback_is_still_there_for_the_lease_that_it_caused(run):
+    """0/c was lost with both its keepers first, made again by others, and undone then."""
+    rolled_back(run)
+    run.faults += [
+        {"t": 15.0, "event": "exit", "role": r, "incarnation": 1, "status": -9, "cause": "killed:0"}
+        for r in ("replay", "g0")
+    ]
+    where = {"link": "g1", "replay": 2}
+    run.tap[-10:-10] = [lease(16.5, "0/c", **where), group(17.0, "0/c", [(0, 1)], **where), admit(17.5, "0/c", **where)]
+    assert lost(run) == (0, "given out again: both_ended 1, rolled_back 2")
 
 
 def test_an_undone_group_that_counts_as_trained(run):

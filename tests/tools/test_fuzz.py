@@ -12,7 +12,7 @@ def test_a_few_seconds_of_malformed_input(tmp_path, curve):
     fuzzer = Fuzzer(7, tmp_path, tmp_path / "kept", curve)
     good = fuzzer.run(4.0, 60.0, 400.0, said.append)
     assert good, (fuzzer.failures, said)
-    assert fuzzer.sent["messages"] > 50
+    assert fuzzer.sent["messages"] > 50 and fuzzer.sent["names"] > 0
 
 
 def test_a_decoder_that_raises_something_else_is_noticed():

@@ -44,13 +44,13 @@ def test_keys_are_made_added_listed_and_revoked(tmp_path):
     ]  # fmt: skip
     assert cli("new", folder, "--client", "g0")[0] == 2
     assert cli("new", far, "--client", "g9", "--server", folder / "server.pub")[0] == 0
-    assert cli("add", folder, far / "clients" / "g9.pub", "--name", "farm-9") == (0, f"{folder}/allowed/farm-9.pub\n")
+    assert cli("add", folder, far / "clients" / "g9.pub", "--name", "host-9") == (0, f"{folder}/allowed/host-9.pub\n")
     assert cli("revoke", folder, "g0") == (0, "")
     status, text = cli("list", folder)
-    assert [line.split()[1] for line in text.splitlines()] == ["farm-9", "learner"]
+    assert [line.split()[1] for line in text.splitlines()] == ["host-9", "learner"]
     assert text.split()[0] == keys.client_keys("curve", far, "g9").public.decode()
     status, text = cli("revoke", folder, "g0")
-    assert status == 2 and "allowed are: farm-9, learner" in text
+    assert status == 2 and "allowed are: host-9, learner" in text
     secrets = [f.read_text().split()[1] for f in [*folder.rglob("*.key"), *far.rglob("*.key")]]
     assert len(secrets) == 4 and not any(s in cli("list", folder)[1] for s in secrets)
 

@@ -489,3 +489,13 @@ def test_every_form_of_address_binds_or_says_why():
     fixed = Server(f"[::1]:{port}")
     assert fixed.address == f"tcp://[::1]:{port}"
     fixed.close()
+
+
+def test_no_socket_asks_libzmq_for_heartbeats():
+    # One that is due on a broken connection with unread messages above the high-water mark aborts the process.
+    server = Server("tcp://127.0.0.1:*")
+    client = Client(server.address, b"c")
+    assert server._socket.heartbeat_ivl == client._socket.heartbeat_ivl == 0
+    assert server._socket.tcp_keepalive == client._socket.tcp_keepalive == 1
+    client.close()
+    server.close()

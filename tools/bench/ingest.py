@@ -5,7 +5,9 @@ because the group is what travels. `bare` receives whole messages from a ROUTER 
 as replay has in its queue; it decodes nothing, answers nothing, and copies frames or not, whichever is cheaper at that
 size. `replay` is the real server: decoding, checks, de-duplication, leases, lag, acks, takes and commits; only
 the requests of the learner and for leases are made in the process instead of over the socket, and no snapshot is
-written (there is one per take and commit, none per message).
+written (there is one per take and commit, none per message). The take is asked for after every poll, as a parked one
+is, so what a learner costs that waits beside the queue is part of it. The queue holds two updates' groups at most; that
+a parked take does not walk a longer one is what tests/replay/test_takes.py checks.
 `no acks` is the same without answers. CPU time is that of the whole process, libzmq's I/O thread with it.
 
     python tools/bench/ingest.py [--pairs 7] [--case 0.8KB] [--profile FILE]
@@ -32,7 +34,6 @@ import zmq
 from asyncrl import wire
 from asyncrl.process import BASE_ENV
 from asyncrl.replay.evals import Evaluations
-from asyncrl.replay.ledger import State
 from asyncrl.replay.limits import Limits
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.server import collect_rarely
@@ -200,7 +201,7 @@ def replay(kind: type[ReplayServer]) -> Callable[[Case, Any, Connection], float]
         queue.lease("g0", Version(0, 0), 2 * size, 0.0)
         while progress.running:
             server.step(1.0)
-            take = queue.take(update, update) if queue.ledger.count(State.QUEUED) >= size else None
+            take = queue.take(update, update, time.monotonic())
             if take is not None:
                 update += 1
                 queue.commit(take.take_id, update, "trained", take.batches[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chaos_lib.evidence import Evidence, Record, Settings
-from chaos_lib.timeline import Fork, is_lost
+from chaos_lib.timeline import Fork, is_lost, is_undone
 
 SLACK_S = 1.0
 """Two connections are read side by side: what lies closer together may have happened in either order."""
@@ -77,43 +77,90 @@ def fates(evidence: Evidence, undone: list[Record], resolved: set[str], fork: di
     """Judge every acknowledged group. resolved: ids that were trained or reported; undone: rolled back commits."""
     out = Fates()
     life, clock = _Life(evidence.faults), _Clock(evidence.tap)
-    rolled_back = Counter(line["group_id"] for line in undone)
-    allowance = _evictions(evidence)
-    end = max((e["t"] for e in evidence.tap), default=0.0)
-    for group_id, story in stories(evidence.tap).items():
-        if not story.acks:
-            continue
-        out.acknowledged += 1
-        budget = rolled_back[group_id]
+    rolled_back = _rollbacks(evidence.tap, undone, fork)
+    known = {group_id: story for group_id, story in stories(evidence.tap).items() if story.acks}
+    out.acknowledged = len(known)
+    evicted: list[tuple[float, float, str, str]] = []
+    for group_id, story in known.items():
         for leased in story.leases:
             before = [a for a in story.acks if a.t < leased - SLACK_S]
             # Every lease after an acknowledgement needs a reason; a later acknowledgement begins anew.
             if not before:
                 continue
-            why = "rolled_back" if budget else ""
-            budget -= bool(budget)
-            if not why and allowance and _is_old(before[-1], leased, clock, evidence.settings, fork):
-                why, allowance = "too_old", allowance - 1
-            why = why or _both_gone(before, leased, life)
+            why = "rolled_back" * _use(rolled_back[group_id], 0.0, leased) or _both_gone(before, leased, life)
             if not why and _held(before[-1], leased, story, life):
                 why = "held"
-            if not why and allowance:
-                why, allowance = "overtaken", allowance - 1
-            out.again[why or "lost"] += 1
-            if not why:
-                out.lost.append(group_id)
-        if group_id not in resolved and group_id not in out.lost and _vanished(story, end, life, evidence):
+            if why:
+                out.again[why] += 1
+            else:
+                age = _age(before[-1], leased, clock, evidence.settings, fork)
+                evicted.append((leased, before[-1].t, group_id, age))
+    counted = _evictions(evidence.status)
+    for leased, acked, group_id, age in sorted(evicted):
+        why = next((reason for reason in EVICTIONS[age] if _use(counted[reason], acked, leased)), "")
+        out.again[why or "lost"] += 1
+        if not why:
+            out.lost.append(group_id)
+    end = max((e["t"] for e in evidence.tap), default=0.0)
+    for group_id in known.keys() - resolved - set(out.lost):
+        if _vanished(known[group_id], end, life, evidence):
             out.lost.append(group_id)
     return out
 
 
-def _is_old(ack: Ack, leased: float, clock: _Clock, settings: Settings, fork: dict[int, Fork]) -> bool:
-    """True when no update from then on could use the group, by the versions in its frames."""
+Spans = list[tuple[float, float]]
+"""When each of several things happened, not before and not after."""
+
+
+def _use(spans: Spans, start: float, end: float) -> bool:
+    """True when one of them may have happened between start and end; it excuses nothing else from then on."""
+    fits = [s for s in spans if s[0] <= end + SLACK_S and s[1] >= start - SLACK_S]
+    if fits:
+        spans.remove(min(fits, key=lambda s: s[1]))
+    return bool(fits)
+
+
+def _rollbacks(tap: list[Record], undone: list[Record], fork: dict[int, Fork]) -> defaultdict[str, Spans]:
+    """When commits of a group were undone: with the first version of a run epoch that cannot know them."""
+    began: dict[int, float] = {}
+    for e in tap:
+        if e["kind"] == "published":
+            began.setdefault(e["version"][0], e["t"])
+    found: defaultdict[str, Spans] = defaultdict(list)
+    for line in undone:
+        t = min(began[epoch] for epoch, f in fork.items() if epoch > line["epoch"] and is_undone(line, f))
+        found[line["group_id"]].append((t, t))
+    return found
+
+
+def _evictions(status: list[Record]) -> dict[str, Spans]:
+    """When replay counted evicted groups, by reason: between two of its answers."""
+    spans: dict[str, Spans] = {reason: [] for reasons in EVICTIONS.values() for reason in reasons}
+    before: Counter[str] = Counter()
+    last = 0.0
+    for s in status:
+        for reason, found in spans.items():
+            now = int(s["counters"].get(reason, 0))
+            found += [(last, s["t"])] * (now - before[reason])
+            # A replay that was started again may know less.
+            before[reason] = now
+        last = s["t"]
+    return spans
+
+
+def _age(ack: Ack, leased: float, clock: _Clock, settings: Settings, fork: dict[int, Fork]) -> str:
+    """lost_version, stale or young, by the versions in the group's frames and the clock at that lease."""
     epoch, update = clock.at(leased)
-    if not ack.versions or any(is_lost(v, epoch, fork) for v in ack.versions):
-        return True
+    if any(is_lost(v, epoch, fork) for v in ack.versions):
+        return "lost_version"
     young = max if settings.stale == "mask" else min
-    return young(v[1] for v in ack.versions) + settings.max_lag < update
+    # Without versions (its frames were not seen) nothing is known of its age.
+    return "stale" if ack.versions and young(v[1] for v in ack.versions) + settings.max_lag < update else "young"
+
+
+EVICTIONS = {"lost_version": ("lost_version",), "stale": ("stale", "overtaken"), "young": ("overtaken",)}
+"""Counters that can explain why a group of that age was given out again. What was overtaken may be too old by the
+time of the lease; what is young enough to be used can only have been overtaken."""
 
 
 def _both_gone(acks: list[Ack], leased: float, life: _Life) -> str:
@@ -141,12 +188,6 @@ def _vanished(story: Story, end: float, life: _Life, evidence: Evidence) -> bool
     later = sum(len(e["ids"]) for e in evidence.tap if e["kind"] == "commit" and e["t"] > max(last, life.last_fault))
     bound = 2 * (evidence.settings.max_lag + 2) * evidence.settings.groups_per_update
     return later > bound and end - last > 60
-
-
-def _evictions(evidence: Evidence) -> int:
-    """Groups that replay counted as evicted."""
-    counters = evidence.status[-1]["counters"] if evidence.status else {}
-    return sum(int(counters.get(reason, 0)) for reason in ("stale", "overtaken", "lost_version"))
 
 
 class _Life:

@@ -34,11 +34,12 @@ def split(committed: list[Record], fork: dict[int, Fork]) -> tuple[list[Record],
     kept, undone = [], []
     for line in committed:
         later = [f for epoch, f in fork.items() if epoch > line["epoch"]]
-        (undone if any(_is_undone(line, f) for f in later) else kept).append(line)
+        (undone if any(is_undone(line, f) for f in later) else kept).append(line)
     return kept, undone
 
 
-def _is_undone(line: Record, fork: Fork) -> bool:
+def is_undone(line: Record, fork: Fork) -> bool:
+    """True for a commit of an older epoch that the one which began at `fork` undid."""
     # A skipped batch leaves the update where it was; only the count of batches tells on which side of the fork it is.
     if line.get("batch") is not None:
         return bool(line["batch"] >= fork.batches)

@@ -105,7 +105,10 @@ def _age(e: Evidence, fork: dict[int, Fork]) -> Iterator[Line]:
     yield Line(
         "largest lag of a trained token", largest, f"<= {e.settings.max_lag}", 0 <= largest <= e.settings.max_lag
     )
-    yield _zero("groups trained without a token young enough, or of lost versions", _too_old(e, fork))
+    seen = _versions(e)
+    yield _zero("groups trained without a token young enough, or of lost versions", _too_old(e, fork, seen))
+    unseen = [line["group_id"] for line in e.committed if (line["generator_id"], line["group_id"]) not in seen]
+    yield _zero("groups committed of which no result was seen", unseen)
     yield _zero("publications that did not rise", _falls(e.tap))
     held: dict[tuple[str, int], tuple[int, int]] = {}
     falls = []
@@ -118,12 +121,20 @@ def _age(e: Evidence, fork: dict[int, Fork]) -> Iterator[Line]:
     yield _zero("generators whose version fell", falls)
 
 
-def _too_old(e: Evidence, fork: dict[int, Fork]) -> Iterator[str]:
-    """Independent of the learner's own figure: the versions in the groups' frames against the update that used them."""
-    seen: dict[tuple[str, str], list[list[tuple[int, int]]]] = {}
+Seen = dict[tuple[str, str], list[list[tuple[int, int]]]]
+
+
+def _versions(e: Evidence) -> Seen:
+    """The versions in the frames of every result, by generator and group."""
+    seen: Seen = {}
     for event in e.tap:
         if event["kind"] == "group":
             seen.setdefault((event["generator"], event["id"]), []).append([(v[0], v[1]) for v in event["versions"]])
+    return seen
+
+
+def _too_old(e: Evidence, fork: dict[int, Fork], seen: Seen) -> Iterator[str]:
+    """Independent of the learner's own figure: the versions in the groups' frames against the update that used them."""
     young = max if e.settings.stale == "mask" else min
     for line in e.committed:
         results = seen.get((line["generator_id"], line["group_id"]))
@@ -200,8 +211,6 @@ NEVER = [
     "future_version",
     "group_size",
     "duplicate_trajectory",
-    "bad_temperature",
-    "bad_reward",
     "bad_logprob",
     "bad_routes",
     "refused_peer",
