@@ -12,23 +12,10 @@ from asyncrl.replay.claims import Claim
 from asyncrl.replay.ledger import State
 from asyncrl.replay.notices import Notices
 from asyncrl.types import Version
+from tests.replay.net import publish
 from tests.replay.support import answer, deliver, fill, make_queue, train
-from tests.replay.test_server import Net, publish
 
 V0 = Version(0, 0)
-
-
-@pytest.fixture
-def make_net(tmp_path):
-    nets = []
-
-    def make(**changes):
-        nets.append(Net(tmp_path, **changes))
-        return nets[-1]
-
-    yield make
-    for net in nets:
-        net.close()
 
 
 class Sender:

@@ -7,8 +7,8 @@ import pytest
 from asyncrl import wire
 from asyncrl.replay.ledger import State
 from asyncrl.types import Group, Version
+from tests.replay.net import Net, Peer, publish
 from tests.replay.support import response
-from tests.replay.test_server import Net, Peer, make_net, publish  # noqa: F401
 
 
 def deliver(generator: Peer, count: int, epoch: int = 0, update: int = 0) -> list[str]:
@@ -25,7 +25,7 @@ def deliver(generator: Peer, count: int, epoch: int = 0, update: int = 0) -> lis
     return ids
 
 
-def start(make_net, groups: int = 4, **limits: object) -> tuple[Net, Peer, Peer]:  # noqa: F811
+def start(make_net, groups: int = 4, **limits: object) -> tuple[Net, Peer, Peer]:
     """A net whose queue holds groups of version 0.0, its learner and its generator."""
     net = make_net(**limits)
     learner, generator = net.learner(), net.peer("g0")
@@ -50,7 +50,7 @@ def refused(reply: wire.Message, words: str) -> bool:
 # --- a rank of the learner before ---------------------------------------------------------------
 
 
-def test_a_stray_rank_of_the_learner_before_neither_evicts_nor_takes(make_net):  # noqa: F811
+def test_a_stray_rank_of_the_learner_before_neither_evicts_nor_takes(make_net):
     net, _, generator = start(make_net)
     stray = net.learner(1)
     net.queue.clock.advance(9)
@@ -72,7 +72,7 @@ def test_a_stray_rank_of_the_learner_before_neither_evicts_nor_takes(make_net): 
     assert reply.ready and len(reply.frames) == 4
 
 
-def test_what_a_replaced_rank_0_says_is_refused_and_changes_nothing(make_net):  # noqa: F811
+def test_what_a_replaced_rank_0_says_is_refused_and_changes_nothing(make_net):
     net, learner, _ = start(make_net)
     assert learner.ask(wire.Take(0, 0, 0, 1)).ready
     ids = [e.group_id for e in net.queue.ledger.of_state(State.TAKEN)]
@@ -97,7 +97,7 @@ def test_what_a_replaced_rank_0_says_is_refused_and_changes_nothing(make_net):  
     assert new.ask(wire.Published(1, 0, "/w/1")) == wire.Ack([], []), "announced again"
 
 
-def test_ranks_of_the_new_learner_are_forgotten_once_and_come_back(make_net):  # noqa: F811
+def test_ranks_of_the_new_learner_are_forgotten_once_and_come_back(make_net):
     net, _, _ = start(make_net)
     rank = net.learner(1)
     learner = successor(net)
@@ -110,7 +110,7 @@ def test_ranks_of_the_new_learner_are_forgotten_once_and_come_back(make_net):  #
     assert all(r.ready for r in ready) and sum(len(r.frames) for r in ready) == 4
 
 
-def test_after_a_restart_of_replay_the_replaced_learner_displaces_nobody(make_net):  # noqa: F811
+def test_after_a_restart_of_replay_the_replaced_learner_displaces_nobody(make_net):
     net, learner, _ = start(make_net)
     publish(learner, 5)
     successor(net, 3)
@@ -151,7 +151,7 @@ def test_after_a_restart_of_replay_the_replaced_learner_displaces_nobody(make_ne
         (0, wire.Done(10**9), "the clock is at 0 of 100 updates"),
     ],
 )
-def test_one_odd_message_changes_nothing(make_net, rank, message, words):  # noqa: F811
+def test_one_odd_message_changes_nothing(make_net, rank, message, words):
     net, learner, generator = start(make_net, total_updates=100)
     assert learner.ask(wire.Take(0, 0, 0, 1)).ready
     deliver(generator, 4)
@@ -163,7 +163,7 @@ def test_one_odd_message_changes_nothing(make_net, rank, message, words):  # noq
     assert net.queue.ledger.count(State.QUEUED) == queued == 4 and not net.queue.refusal(Version(0, 0))
 
 
-def test_a_rank_that_is_ahead_of_the_commit_waits_for_it_and_evicts_nothing(make_net):  # noqa: F811
+def test_a_rank_that_is_ahead_of_the_commit_waits_for_it_and_evicts_nothing(make_net):
     net, learner, _ = start(make_net, groups_per_update=2, max_lag=1)
     rank = net.learner(1)
     for peer, number in ((learner, 0), (rank, 1)):
@@ -182,7 +182,7 @@ def test_a_rank_that_is_ahead_of_the_commit_waits_for_it_and_evicts_nothing(make
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_commits_and_the_end_are_acknowledged_again_after_a_lost_answer(make_net, restarted):  # noqa: F811
+def test_commits_and_the_end_are_acknowledged_again_after_a_lost_answer(make_net, restarted):
     net, learner, generator = start(make_net, total_updates=2)
     for update in range(2):
         assert learner.ask(wire.Take(update, update, 0, 1)).ready
@@ -203,7 +203,7 @@ def test_commits_and_the_end_are_acknowledged_again_after_a_lost_answer(make_net
     assert net.queue.clock.update == 2 and net.queue.tally.trained.count == 16
 
 
-def test_a_commit_of_a_past_update_resolves_nothing(make_net):  # noqa: F811
+def test_a_commit_of_a_past_update_resolves_nothing(make_net):
     net, learner, _ = start(make_net)
     assert learner.ask(wire.Take(0, 0, 0, 1)).ready
     ids = [e.group_id for e in net.queue.ledger.of_state(State.TAKEN)]
@@ -212,7 +212,7 @@ def test_a_commit_of_a_past_update_resolves_nothing(make_net):  # noqa: F811
     assert net.queue.ledger.count(State.TAKEN) == 4
 
 
-def test_a_new_replay_goes_on_where_the_learners_checkpoint_is(make_net):  # noqa: F811
+def test_a_new_replay_goes_on_where_the_learners_checkpoint_is(make_net):
     net = make_net(total_updates=100)
     learner, generator = net.learner(), net.peer("g0")
     assert learner.ask(wire.Published(1, 40, "/w/1.40", batches=40)) == wire.Ack([], [])
@@ -220,7 +220,7 @@ def test_a_new_replay_goes_on_where_the_learners_checkpoint_is(make_net):  # noq
     assert learner.ask(wire.Take(0, 40, 0, 1, epoch=1)).ready
 
 
-def test_a_name_that_cannot_be_printed_is_refused(make_net):  # noqa: F811
+def test_a_name_that_cannot_be_printed_is_refused(make_net):
     net = make_net()
     assert refused(net.peer("x", hello=False).hello(peer_id="g\n0"), "names are printable")
     assert refused(net.peer("y", hello=False).hello(boot="\0"), "names are printable")

@@ -12,9 +12,9 @@ from asyncrl.models.describe import describe
 from asyncrl.replay import server as module
 from asyncrl.replay.ledger import State
 from asyncrl.replay.server import only_one
+from tests.replay.net import publish
 from tests.replay.test_process import make_config
 from tests.replay.test_restart_process import Replay
-from tests.replay.test_server import make_net, publish  # noqa: F401
 
 HELD = """
 import sys, time
@@ -29,7 +29,7 @@ with only_one(Path(sys.argv[1])):
 # --- the watchdog ------------------------------------------------------------------------------
 
 
-def test_a_run_whose_leases_all_fail_ends_with_the_first_reason_for_everybody(make_net):  # noqa: F811
+def test_a_run_whose_leases_all_fail_ends_with_the_first_reason_for_everybody(make_net):
     net = make_net(watchdog_s=20.0)
     learner, generator = net.learner(), net.peer("g0")
     publish(learner, 0)
@@ -60,7 +60,7 @@ def test_a_run_whose_leases_all_fail_ends_with_the_first_reason_for_everybody(ma
     assert net.server.over and not net.server.finished
 
 
-def test_a_generators_own_error_is_the_cause_when_all_are_gone(make_net):  # noqa: F811
+def test_a_generators_own_error_is_the_cause_when_all_are_gone(make_net):
     net = make_net(watchdog_s=30.0)
     learner, generator = net.learner(), net.peer("g0")
     publish(learner, 0)
@@ -75,7 +75,7 @@ def test_a_generators_own_error_is_the_cause_when_all_are_gone(make_net):  # noq
     assert net.server.failure.endswith("first cause: g0: EngineError: out of memory")
 
 
-def test_a_slow_fleet_and_a_learner_in_a_long_step_only_warn(make_net, caplog):  # noqa: F811
+def test_a_slow_fleet_and_a_learner_in_a_long_step_only_warn(make_net, caplog):
     net = make_net(watchdog_s=20.0, lease_timeout_s=500.0)
     learner, generator = net.learner(), net.peer("g0")
     publish(learner, 0)
@@ -97,7 +97,7 @@ def test_a_slow_fleet_and_a_learner_in_a_long_step_only_warn(make_net, caplog): 
 # --- two of one name ---------------------------------------------------------------------------
 
 
-def test_of_two_generators_with_one_id_the_newer_stays_and_the_older_is_told(make_net):  # noqa: F811
+def test_of_two_generators_with_one_id_the_newer_stays_and_the_older_is_told(make_net):
     net = make_net()
     learner, old = net.learner(), net.peer("g0", hello=False, identity="g0|old")
     publish(learner, 0)
@@ -115,7 +115,7 @@ def test_of_two_generators_with_one_id_the_newer_stays_and_the_older_is_told(mak
     assert net.queue.ledger.count(State.LEASED) == 3
 
 
-def test_a_learner_that_comes_back_after_its_successor_commits_and_publishes_nothing(make_net):  # noqa: F811
+def test_a_learner_that_comes_back_after_its_successor_commits_and_publishes_nothing(make_net):
     net = make_net()
     old = net.peer("learner-0", "learner", hello=False, identity="learner-0-old")
     old.hello("old")
@@ -134,7 +134,7 @@ def test_a_learner_that_comes_back_after_its_successor_commits_and_publishes_not
 
 
 @pytest.mark.parametrize("role", ["generator", "learner"])
-def test_a_peer_with_another_setting_is_refused_with_key_values_and_remedy(make_net, role):  # noqa: F811
+def test_a_peer_with_another_setting_is_refused_with_key_values_and_remedy(make_net, role):
     net = make_net(settings={"sampling.temperature": "1.0", "run.seed": "3"})
     peer = net.peer("x", role, hello=False)
     reply = peer.hello(settings={"sampling.temperature": "0.7", "run.seed": "3"})

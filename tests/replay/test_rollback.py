@@ -13,8 +13,8 @@ from asyncrl.replay.journal import Journal, Rollback, surviving
 from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import Committed, ReplayQueue
 from asyncrl.types import Version
+from tests.replay.net import Net, publish
 from tests.replay.support import answer, deliver, fill, make_prompts, make_queue
-from tests.replay.test_server import Net, publish
 
 
 def line(batch: int, name: str, epoch: int = 0) -> dict:
@@ -170,19 +170,6 @@ def test_a_result_of_before_is_as_good_as_a_new_one_when_its_versions_survive():
 
 
 # --- the server ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def make_net(tmp_path):
-    nets = []
-
-    def make(**changes):
-        nets.append(Net(tmp_path, **changes))
-        return nets[-1]
-
-    yield make
-    for net in nets:
-        net.close()
 
 
 def make_progress(net: Net, updates: int = 3):

@@ -20,8 +20,8 @@ from asyncrl.replay.ledger import State
 from asyncrl.replay.queue import Committed, QueueState, ReplayQueue
 from asyncrl.replay.snapshot import SnapshotFile
 from asyncrl.types import Version
+from tests.replay.net import Net, publish
 from tests.replay.support import MODEL, answer, deliver, fill, make_prompts, make_queue, train
-from tests.replay.test_server import Net, publish
 
 
 def again(queue: ReplayQueue, saved: bytes | None = None) -> ReplayQueue:
