@@ -163,3 +163,17 @@ def test_configs_explain_themselves():
     for path in sorted((ROOT / "configs").rglob("*.yaml")):
         assert path.read_text().startswith("# "), path
         assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_numbers_of_field_failures_in_the_tests_stand_in_their_table():
+    table = {}
+    for line in (ROOT / "docs/field_failures.md").read_text().splitlines():
+        if line.startswith("| B"):
+            number, *_, files = (cell.strip() for cell in line.strip("|").split("|"))
+            table[number] = set(re.findall(r"`([^`]+)`", files))
+    used: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for number in re.findall(r"\bB\d{2}\b", path.read_text()):
+            used.setdefault(number, set()).add(path.relative_to(ROOT / "tests").as_posix())
+    assert {n: files - table.get(n, set()) for n, files in used.items() if files - table.get(n, set())} == {}
+    assert all((ROOT / "tests" / file).is_file() for files in table.values() for file in files)
