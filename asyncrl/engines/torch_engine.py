@@ -122,6 +122,8 @@ class TorchEngine:
                     raise EngineError(f"the engine hangs: no decode step ended within {self._answer_s:g} s")
             completions: list[Completion] = await reply.future
         except asyncio.CancelledError:
+            # Nobody will ask for its end.
+            reply.future.cancel()
             with contextlib.suppress(EngineError):  # the thread has ended, and its rows with it
                 self._worker.send(lambda: self._batch.cancel(request))
             raise

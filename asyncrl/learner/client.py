@@ -156,7 +156,10 @@ class ReplayClient:
                 # An Ack may be a late one, of a request that was sent twice.
                 if isinstance(message, answers) and getattr(message, "seq", 0) == getattr(request, "seq", 0):
                     return message, list(frames[2:])
-        raise NoAnswer(f"replay did not answer {type(request).__name__} within {limit.seconds:g} s ({limit.key})")
+        raise NoAnswer(
+            f"replay did not answer {type(request).__name__} within {limit.seconds:g} s ({limit.key}); is it running at "
+            f"{self._address}?"
+        )
 
     def _rejoin(self, request: wire.Message) -> None:
         """A replay that was started again at the same address did not read the request.

@@ -115,7 +115,7 @@ class Watchdog:
         """Why no group can come, or ""."""
         limit = self._limit_s
         if sight.last_seen is None:
-            return f"no generator joined within {limit:g} s"
+            return f"no generator joined within {limit:g} s (run.watchdog_s)"
         if now - sight.last_seen >= limit:
             return f"every generator is gone, the last one was heard {now - sight.last_seen:.0f} s ago"
         if self._all_fail(sight, now):
@@ -123,7 +123,7 @@ class Watchdog:
         if self._num_expiries >= EXPIRIES and now - self._busy >= limit:
             return f"leases expire again and again, and no token was sampled for {now - self._busy:.0f} s"
         if min(now - self._unleased, now - self._busy) >= limit:
-            return f"{sight.num_alive} generators are alive, but none had a lease for {limit:g} s"
+            return f"no generator had a lease for {limit:g} s (run.watchdog_s), {sight.num_alive} alive"
         return ""
 
     def _all_fail(self, sight: Sight, now: float) -> bool:

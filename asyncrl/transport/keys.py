@@ -86,7 +86,9 @@ def add(directory: Path, file: Path, name: str | None = None) -> Path:
 
 
 def listed(directory: Path) -> list[tuple[str, bytes]]:
-    """Name and public key of every allowed client, by name. ConfigError for a file that holds no key."""
+    """Name and public key of every allowed client, by name. ConfigError without the folder, or a key in a file."""
+    if not (directory / "allowed").is_dir():
+        raise ConfigError(f"{directory} is no key folder of a server; make it with `asyncrl keys new {directory}`")
     return [(file.stem, read(file, "public")) for file in sorted((directory / "allowed").glob("*.pub"))]
 
 

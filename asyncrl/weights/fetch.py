@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 TIMEOUT_S = 30.0
 """Longest time without progress."""
 
+ANSWER_S = 5.0
+"""The same until the first answer: a publisher that lives answers in milliseconds, one that was killed never."""
+
 CREDIT = 8
 """Chunks asked for and not yet received."""
 
@@ -190,7 +193,8 @@ class _Line:
 
     def _next(self, what: str) -> tuple[Reply, Buffer] | None:
         """The next valid reply and its bytes, None after PROBE_S. what: what is waited for, or how far it got."""
-        deadline = min(time.monotonic() + PROBE_S, self._progress + self._timeout_s)
+        limit_s = min(ANSWER_S, self._timeout_s) if self._boot is None else self._timeout_s
+        deadline = min(time.monotonic() + PROBE_S, self._progress + limit_s)
         while (left := deadline - time.monotonic()) > 0:
             frames = self._client.recv(left)
             reply = open_reply(frames) if frames else None
@@ -201,8 +205,8 @@ class _Line:
                     f"the publisher {self._source} was replaced after {what}; look for its newest version"
                 )
             return reply, frames[-1]
-        if time.monotonic() - self._progress >= self._timeout_s:
-            raise VersionGone(f"{self._source}: no progress for {self._timeout_s:g} s at {what}")
+        if time.monotonic() - self._progress >= limit_s:
+            raise VersionGone(f"{self._source}: no progress for {limit_s:g} s at {what}")
         return None
 
 

@@ -65,7 +65,7 @@ def test_a_generator_that_came_back_gets_its_time():
 
 def test_no_generator_at_all_is_named():
     run = Run(replace(WORKING, num_alive=0, num_leased=0, last_seen=None))
-    assert run.until(100, alive=False) == "nothing can progress: no generator joined within 100 s"
+    assert run.until(100, alive=False) == "nothing can progress: no generator joined within 100 s (run.watchdog_s)"
 
 
 def test_the_first_failure_since_the_last_progress_is_the_cause():
@@ -137,7 +137,7 @@ def test_generators_that_live_and_get_no_lease_end_the_run_with_why_their_loads_
     run = Run(replace(WORKING, num_leased=0))
     run.until(1, fail="g0: WeightSyncError: no such file")
     stop = run.until(100)
-    assert "2 generators are alive, but none had a lease for 100 s; first cause: g0: WeightSyncError" in stop
+    assert "no generator had a lease for 100 s (run.watchdog_s), 2 alive; first cause: g0: WeightSyncError" in stop
 
 
 def test_tokens_without_a_lease_are_signs_of_life():

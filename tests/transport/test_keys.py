@@ -172,3 +172,8 @@ def test_the_allow_list_follows_its_folder(folder, caplog):
     allow.refresh()
     allow.refresh()
     assert allow.names == {} and caplog.text.count("nobody is allowed") == 1
+
+
+def test_the_list_of_no_folder_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is no key folder of a server; make it with `asyncrl keys new"):
+        keys.listed(tmp_path / "none")

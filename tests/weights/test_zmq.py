@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from asyncrl.errors import ConfigError, TransportError, WeightSyncError
+from asyncrl.errors import ConfigError, TransportError, VersionGone, WeightSyncError
 from asyncrl.transport import keys
 from asyncrl.transport.address import parse
 from asyncrl.transport.sockets import Client, Server
@@ -442,13 +442,18 @@ def test_readers_make_a_publisher_hold_two_versions_at_most():
     publisher.close()
 
 
-def test_silence_is_an_error_that_names_the_phase(publisher: Publisher, relay: Callable[..., Relay]):
+def test_silence_is_an_error_that_names_the_phase(
+    publisher: Publisher, relay: Callable[..., Relay], monkeypatch: pytest.MonkeyPatch
+):
     with socket.create_server(("127.0.0.1", 0)) as mute:
         source = f"{SCHEME}tcp://127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(WeightSyncError, match=r"no progress for 0\.2 s at the header of version 0\.1"):
             read(source, V1, timeout_s=0.2)
         with pytest.raises(WeightSyncError, match="at the list of versions"):
             newest(source, timeout_s=0.2)
+        monkeypatch.setattr("asyncrl.weights.fetch.ANSWER_S", 0.3)
+        with pytest.raises(VersionGone, match=r"no progress for 0\.3 s at the header"):
+            read(source, V1, timeout_s=60.0)
     between = relay(publisher.publish(V1, large(8).items()), hold_after=6 * MB)
     with pytest.raises(WeightSyncError, match=r"no progress for 1 s at \d of 6 chunks of version 0\.1"):
         read(between.source, V1, timeout_s=1.0)
