@@ -1,7 +1,6 @@
 """A generator that leaves with groups of which replay has not said that it has them (B48), over real sockets."""
 
 import asyncio
-import threading
 
 import pytest
 
@@ -9,30 +8,25 @@ from asyncrl import wire
 from asyncrl.generator import leave
 from asyncrl.generator.link import Link
 from asyncrl.generator.outbox import Outbox
-from asyncrl.transport.rendezvous import publish_address
-from asyncrl.transport.sockets import Server
 from tests.generator.test_link import hello
+from tests.helpers.scripted_replay import Replay
 
 
-class Replay(threading.Thread):
-    """Welcomes; then confirms messages, or (deaf) says nothing."""
+def confirms(message):
+    """What replay answers: it welcomes, and then confirms every message."""
+    if isinstance(message, wire.Hello):
+        return [wire.Welcome(0, 0, None)]
+    return [wire.Ack([message.group_id], [])]
 
-    def __init__(self, file, deaf):
-        super().__init__(daemon=True)
-        self.server, self.deaf, self.heard, self.over = Server("tcp://127.0.0.1:*"), deaf, [], False
-        publish_address(file, self.server.address)
-        self.start()
 
-    def run(self):
-        while not self.over:
-            for peer, frames in self.server.poll(0.02):
-                message = wire.decode(frames)
-                if isinstance(message, wire.Hello):
-                    self.server.send(peer, wire.encode(wire.Welcome(0, 0, None)))
-                elif not self.deaf:
-                    self.heard.append(message)
-                    self.server.send(peer, wire.encode(wire.Ack([message.group_id], [])))
-        self.server.close()
+def deaf(message):
+    """It welcomes, and then says nothing."""
+    return confirms(message) if isinstance(message, wire.Hello) else []
+
+
+def told(replay):
+    """What it heard besides Hello."""
+    return [m for m in replay.heard if not isinstance(m, wire.Hello)]
 
 
 async def leaving(file, outbox, work):
@@ -67,14 +61,13 @@ def unsent(count=20):
 def start(tmp_path):
     replays = []
 
-    def begin(deaf=False):
-        replays.append(Replay(tmp_path / "replay.address", deaf))
+    def begin(answers=confirms):
+        replays.append(Replay(tmp_path / "replay.address", answers))
         return replays[-1], tmp_path / "replay.address"
 
     yield begin
     for replay in replays:
-        replay.over = True
-        replay.join(20)
+        replay.end()
 
 
 def test_all_groups_arrive_when_replay_lives(start, caplog, monkeypatch):
@@ -84,12 +77,12 @@ def test_all_groups_arrive_when_replay_lives(start, caplog, monkeypatch):
     outbox = unsent()
     asyncio.run(leaving(file, outbox, lambda link, receiving: leave.settle(link, outbox, receiving)))
     assert outbox.unconfirmed == [] and len(outbox) == 20
-    assert [m.group_id for m in replay.heard] == [f"0/{i}" for i in range(20)]
+    assert [m.group_id for m in told(replay)] == [f"0/{i}" for i in range(20)]
     assert caplog.text == ""
 
 
 def test_a_replay_that_is_silent_is_not_waited_for_and_the_loss_is_counted(start, caplog):
-    _, file = start(deaf=True)
+    _, file = start(deaf)
     outbox = unsent()
     asyncio.run(leaving(file, outbox, lambda link, receiving: leave.settle(link, outbox, receiving)))
     assert "20 groups were not confirmed by replay" in caplog.text
@@ -102,8 +95,8 @@ def test_the_reason_of_a_failure_reaches_replay(start):
     async def work(link, receiving):
         await leave.say(link, ValueError("the tokenizer is broken"))
         async with asyncio.timeout(60):
-            while not replay.heard:
+            while not told(replay):
                 await asyncio.sleep(0.01)
 
     asyncio.run(leaving(file, outbox, work))
-    assert replay.heard == [wire.Failed("", "", "ValueError: the tokenizer is broken")]
+    assert told(replay) == [wire.Failed("", "", "ValueError: the tokenizer is broken")]

@@ -6,7 +6,7 @@ from asyncrl import wire
 from asyncrl.errors import NoAnswer
 from asyncrl.learner.client import Limit, ReplayClient, answer_limit
 from asyncrl.types import ModelInfo, Version
-from tests.learner.scripted_replay import Replay, plain
+from tests.helpers.scripted_replay import Replay, plain
 
 INFO = ModelInfo((0, 1), 8, 2, 32, "f00d")
 

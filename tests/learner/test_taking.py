@@ -9,7 +9,7 @@ import pytest
 
 from asyncrl import wire
 from asyncrl.process import role_environment
-from tests.learner.scripted_replay import Replay, plain
+from tests.helpers.scripted_replay import Replay, plain
 
 ROOT = Path(__file__).parents[2]
 ASKED = 8
