@@ -157,8 +157,8 @@ class ReplayClient:
                 if isinstance(message, answers) and getattr(message, "seq", 0) == getattr(request, "seq", 0):
                     return message, list(frames[2:])
         raise NoAnswer(
-            f"replay did not answer {type(request).__name__} within {limit.seconds:g} s ({limit.key}); is it running at "
-            f"{self._address}?"
+            f"replay did not answer {type(request).__name__} within {limit.seconds:g} s ({limit.key}); "
+            f"is it running at {self._address}?"
         )
 
     def _rejoin(self, request: wire.Message) -> None:
