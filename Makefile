@@ -32,10 +32,10 @@ SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge
 
 help:
 	@echo "make quickstart  install, build the small model once, train it asynchronously on this CPU"
-	@echo "make test        install and run all tests but those of test-system, whole runs among them"
+	@echo "make test        install and run all tests but those of test-system and test-long, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
 	@echo "make test-system fleets over a real ssh and a real SLURM; as root, with $(SYSTEM_PACKAGES)"
-	@echo "make test-long   chaos (10 minutes), soak (20) and fuzz (5); SEED=n chooses the chaos"
+	@echo "make test-long   tests/long (every model family, a real language model), chaos (10 minutes), soak (20), fuzz (5)"
 	@echo "make check       ruff, format and types, as CI runs them"
 	@echo "make format      rewrite the code in the house format"
 	@echo "make docs        write the generated pages of docs/ again"
@@ -63,7 +63,7 @@ quickstart: $(RUNTIME) model
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: $(DEV)
-	$(PY) -m pytest --ignore=tests/fleet $(PYTEST_ARGS)
+	$(PY) -m pytest --ignore=tests/fleet --ignore=tests/long $(PYTEST_ARGS)
 
 test-fast: $(DEV)
 	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
@@ -75,6 +75,7 @@ test-system: $(DEV)
 # Each prints what it found and fails when something does not hold.
 SEED ?= 1
 test-long: $(DEV) model
+	$(PY) -m pytest tests/long $(PYTEST_ARGS)
 	$(PY) tools/chaos.py --minutes 10 --seed $(SEED)
 	$(PY) tools/soak.py --minutes 20
 	$(PY) tools/fuzz.py --minutes 5 --seed $(SEED)
