@@ -10,7 +10,8 @@ surrogates     policy-gradient loss per token
 corrections    importance weights against the rollout policy
 mismatch       how far the learner is from the rollout policy
 aggregate      token losses to one number
-ratio          guarded log-ratios shared by the last four
+kl             divergence to a reference policy, as a value and as a loss
+ratio          guarded log-ratios shared by surrogates, corrections, mismatch and kl
 
 Axes: B responses, S input positions, T positions of log-probs and masks, L MoE layers,
 K experts chosen per token, E experts.

@@ -16,6 +16,8 @@ from asyncrl.errors import RouteError
 _INTEGERS = frozenset(
     {torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64, torch.int64}
 )
+_WIDE_IDS = 2**22
+"""Ids that are widened at once (16 MB in int32): a few responses, or one that is longer."""
 
 
 def expert_counts(routes: torch.Tensor, mask: torch.Tensor, num_experts: int) -> torch.Tensor:
@@ -35,20 +37,28 @@ def expert_counts(routes: torch.Tensor, mask: torch.Tensor, num_experts: int) ->
     if num_experts < 1 or layers * num_experts > 2**31 - 1:
         raise RouteError(f"num_experts={num_experts} with {layers} layers is out of range")
     mask_BS = mask.to(routes.device) != 0
-    offset_L1 = torch.arange(layers, device=routes.device, dtype=torch.int32)[:, None] * num_experts
-    counts = torch.zeros(batch, layers * num_experts, dtype=torch.int64, device=routes.device)
-    # One response at a time: the widened copy then never exceeds one response.
-    for b in range(batch):
-        ids_TLK = routes[b][mask_BS[b]].to(torch.int32)
-        if ids_TLK.numel() == 0:
-            continue
-        low, high = int(ids_TLK.min()), int(ids_TLK.max())
+    counts = torch.zeros(batch, layers, num_experts, dtype=torch.int64, device=routes.device)
+    per_row = max(1, length * layers * routes.shape[3])
+    rows = max(1, min(_WIDE_IDS // per_row, (2**31 - 1) // (layers * num_experts or 1)))
+    for b in range(0, batch, rows):
+        counts[b : b + rows] = _count(routes[b : b + rows], mask_BS[b : b + rows], num_experts, b)
+    return counts
+
+
+def _count(routes_BSLK: torch.Tensor, mask_BS: torch.Tensor, num_experts: int, first: int) -> torch.Tensor:
+    """Counts [B, L, E] of a few responses in one histogram; first is the number of the first."""
+    batch, _, layers, _ = routes_BSLK.shape
+    row_N = torch.arange(batch, device=mask_BS.device, dtype=torch.int32)[:, None].expand_as(mask_BS)[mask_BS]
+    ids_NLK = routes_BSLK[mask_BS].to(torch.int32)
+    if ids_NLK.numel():
+        low, high = map(int, ids_NLK.aminmax())
         if low < 0 or high >= num_experts:
-            raise RouteError(
-                f"response {b}: expert id {low if low < 0 else high} outside [0, {num_experts}) at a counted position"
-            )
-        counts[b] = torch.bincount((ids_TLK + offset_L1).flatten(), minlength=layers * num_experts)
-    return counts.view(batch, layers, num_experts)
+            wrong = low if low < 0 else high
+            b = first + int(row_N[(ids_NLK == wrong).flatten(1).any(dim=1)][0])
+            raise RouteError(f"response {b}: expert id {wrong} outside [0, {num_experts}) at a counted position")
+    layer_L1 = torch.arange(layers, device=mask_BS.device, dtype=torch.int32)[:, None]
+    bins_NLK = ids_NLK + (row_N[:, None, None] * layers + layer_L1) * num_experts
+    return torch.bincount(bins_NLK.flatten(), minlength=batch * layers * num_experts).view(batch, layers, num_experts)
 
 
 def route_drift(rollout_counts: torch.Tensor, native_counts: torch.Tensor) -> torch.Tensor:
