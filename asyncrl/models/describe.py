@@ -13,6 +13,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.errors import ConfigError
+from asyncrl.models.families import family_of
 from asyncrl.types import ModelInfo
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
@@ -53,17 +54,21 @@ def describe(path: str | Path) -> ModelInfo:
     """MoE layer numbers, E, K, vocabulary size and fingerprint of the model folder at path.
 
     A dense model has layers () and E = K = 0. The fingerprint is xxh3 of the canonical JSON of the
-    architecture fields followed by the bytes of tokenizer.json. Raises ConfigError naming the file.
+    architecture fields followed by the bytes of tokenizer.json. Raises ConfigError naming the file, or the model
+    type of an MoE family that is not served.
     """
     folder = Path(path)
-    config = _read_config(folder)
-    text = _text_config(config)
+    config = read_config(folder)
+    text = text_config(config)
     num_experts = _first(text, _EXPERTS)
     layers = _moe_layers(text) if num_experts > 0 else ()
+    if layers and isinstance(config.get("model_type"), str):
+        family_of(config["model_type"])
     top_k = _first(text, _TOP_K) if layers else 0
     if layers and not 0 < top_k <= num_experts:
         raise ConfigError(f"{folder / 'config.json'}: {num_experts} experts but top-k is {top_k}")
-    vocab_size = _first(text, ("vocab_size",)) or _first(config, ("vocab_size",))
+    # Some families pad the output matrix with rows that are no tokens.
+    vocab_size = _first(text, ("unpadded_vocab_size", "vocab_size")) or _first(config, ("vocab_size",))
     if vocab_size <= 0:
         raise ConfigError(f"{folder / 'config.json'}: no vocab_size")
     return ModelInfo(layers, num_experts if layers else 0, top_k, vocab_size, _fingerprint(folder, config))
@@ -74,13 +79,14 @@ def max_length(path: str | Path) -> int:
 
     Raises ConfigError naming the file.
     """
-    config = _read_config(Path(path))
+    config = read_config(Path(path))
     inner = config.get("text_config")
     longest = _first(inner if isinstance(inner, dict) else {}, _LENGTHS) or _first(config, _LENGTHS)
     return min(longest, MAX_LENGTH) if longest > 0 else MAX_LENGTH
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of the model folder. Raises ConfigError naming the folder."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -91,10 +97,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The part that describes the decoder of a multimodal model, else the whole."""
+    if _first(config, _EXPERTS) > 0:
+        return config
     inner = config.get("text_config")
-    return inner if isinstance(inner, dict) and _first(config, _EXPERTS) == 0 else config
+    if isinstance(inner, dict):
+        return inner
+    # dbrx keeps its sizes in parts; it is refused, but must not pass for dense.
+    parts = config.get("ffn_config")
+    return {**config, **parts} if isinstance(parts, dict) else config
 
 
 def _first(config: dict[str, Any], keys: tuple[str, ...]) -> int:
@@ -108,13 +120,19 @@ def _first(config: dict[str, Any], keys: tuple[str, ...]) -> int:
 def _moe_layers(config: dict[str, Any]) -> tuple[int, ...]:
     """Numbers of the layers that route, by the rule whose fields the config has.
 
-    An explicit list of layer kinds; dense first layers (deepseek, glm); every n-th layer with
-    exceptions (qwen); a range (ernie). Families without any such field route everywhere.
+    An explicit list of layer kinds; a period with an offset (jamba); dense first layers (deepseek, glm); every n-th
+    layer with exceptions (qwen); a range (ernie). Families without any such field route everywhere.
     """
-    total = _first(config, ("num_hidden_layers", "n_layer", "num_layers"))
-    kinds = config.get("mlp_layer_types")
-    if isinstance(kinds, list):
-        return tuple(i for i, kind in enumerate(kinds) if kind in ("sparse", "moe"))
+    if config.get("enable_moe_block") is False or config.get("is_moe") is False:
+        return ()
+    total = _first(config, ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    for field in ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern"):
+        kinds = config.get(field)
+        if isinstance(kinds, (list, str)):
+            return tuple(i for i, kind in enumerate(kinds) if kind in ("sparse", "moe", "E"))
+    if isinstance(config.get("expert_layer_period"), int):
+        period, offset = config["expert_layer_period"], _first(config, ("expert_layer_offset",))
+        return tuple(i for i in range(total) if i % period == offset)
     first = _first(config, ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"))
     last = config.get("moe_layer_end_index")
     end = last + 1 if isinstance(last, int) and last >= 0 else total

@@ -17,7 +17,16 @@ from asyncrl.errors import RouteError
 
 _NAME = re.compile(r"(TopK|Topk|TokenChoice)?(Router|Gate|Gating)$")
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-_TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_top_k", "experts_per_token")
+_TOP_K = (
+    "top_k",
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_k",
+    "moe_top_k",
+    "moe_topk",
+    "experts_per_token",
+    "top_k_experts",
+)
 
 
 @dataclass(frozen=True, slots=True)

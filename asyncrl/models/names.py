@@ -7,7 +7,7 @@ slice of the live parameter it is; after that both directions are plain copies. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
 from asyncrl.errors import WeightSyncError
 
@@ -30,39 +30,80 @@ class Piece:
     offset: int
     index: Tensor | None
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First flat index of the live tensor that it covers, and the one after its last."""
+        if self.index is not None:
+            return (int(self.index.min()), int(self.index.max()) + 1) if self.index.numel() else (0, 0)
+        if 0 in self.size:
+            return self.offset, self.offset
+        steps = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        return self.offset, self.offset + steps + 1
+
+    @property
+    def is_dense(self) -> bool:
+        """True when it covers every element of its span, in order."""
+        step = 1
+        for n, stride in zip(reversed(self.size), reversed(self.stride), strict=False):
+            if n != 1 and stride != step:
+                return False
+            step *= n
+        return self.index is None
+
     def read(self, whole: Tensor) -> Tensor:
         """The checkpoint tensor out of the contiguous live tensor; may share its memory."""
         if self.index is not None:
             return whole.reshape(-1)[self.index.to(whole.device)]
         return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset).contiguous()
 
-    def write(self, whole: Tensor, value: Tensor) -> None:
-        """Copy the checkpoint tensor into the contiguous live tensor."""
+    def write(self, whole: Tensor, value: Tensor, first: int = 0) -> None:
+        """Copy the checkpoint tensor into the contiguous live tensor, or into its flat part that begins at `first`."""
         if self.index is not None:
-            whole.view(-1)[self.index.to(whole.device)] = value.to(whole.device, whole.dtype)
+            whole.view(-1)[(self.index - first).to(whole.device)] = value.to(whole.device, whole.dtype)
         else:
-            whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset).copy_(value)
+            whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset - first).copy_(value)
 
 
 _layouts: WeakKeyDictionary[nn.Module, dict[str, list[Piece]]] = WeakKeyDictionary()
 """Layout per live model: a pure function of its class and shapes, so a cache only."""
 
 
-def stream(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def stream(
+    model: nn.Module,
+    dtype: Callable[[str], torch.dtype | None] | None = None,
+    whole: Callable[[str], Tensor] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """(HF checkpoint name, whole tensor) for everything that save_pretrained writes, parameter by parameter.
 
     Tensors are contiguous, on the CPU and never share memory with the model. Under FSDP2 each parameter is
     gathered in turn, a collective: all ranks must walk the whole stream in step. Tied names appear once.
+    dtype: what a live tensor, given by its name in the state dict, is cast to; None leaves it.
+    whole: live tensors by that name from elsewhere, as they are; model then gives names and shapes only, and may be
+    on meta.
     """
-    live = model.state_dict()
+    get = whole if whole is not None else _gather(model, dtype)
     for name, pieces in layout(model).items():
-        tensor = live[name].detach()
-        whole = cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        whole = whole.contiguous()
+        tensor = get(name).contiguous()
         for piece in pieces:
-            part = piece.read(whole).cpu()
-            shared = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            part = piece.read(tensor).cpu()
+            shared = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             yield piece.hf_name, part.clone() if shared else part
+        # Before the next one is gathered.
+        del tensor, part
+
+
+def _gather(model: nn.Module, dtype: Callable[[str], torch.dtype | None] | None) -> Callable[[str], Tensor]:
+    live = model.state_dict()
+
+    def get(name: str) -> Tensor:
+        tensor = live[name].detach()
+        chosen = dtype(name) if dtype is not None else None
+        # Cast before it is gathered: half the bytes travel, and half the memory is needed.
+        tensor = tensor.to(chosen) if chosen is not None else tensor
+        whole: Tensor = cast(Any, tensor).full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        return whole
+
+    return get
 
 
 class Loader:
@@ -107,10 +148,10 @@ class Loader:
 
 
 def layout(model: nn.Module) -> dict[str, list[Piece]]:
-    """Live tensor name -> its checkpoint tensors, in state-dict order, tied names left out."""
+    """Live tensor name -> its checkpoint tensors, in the order of save_pretrained, tied names left out."""
     known = _layouts.get(model)
     if known is None:
-        known = {name: _pieces(model, name, tensor.shape) for name, tensor in _saved(model).items()}
+        known = {name: _pieces(model, name, tensor.shape) for name, tensor in _in_order(model)}
         twice = _repeated(piece.hf_name for pieces in known.values() for piece in pieces)
         if twice:
             raise WeightSyncError(f"{type(model).__name__}: two live tensors are saved as {_some(twice)}")
@@ -124,6 +165,15 @@ def _saved(model: nn.Module) -> dict[str, Tensor]:
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     state = model.state_dict()
     return {k: v for k, v in state.items() if k not in ignored and not (k in tied and tied[k] in state)}
+
+
+def _in_order(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Sorted as revert_weight_conversion sorts; it hands back as they are the weights of a family without any."""
+    nothing: dict[str, Tensor] = {}
+    saved = list(_saved(model).items())
+    if revert_weight_conversion(model, nothing) is nothing:
+        return saved
+    return sorted(saved, key=lambda item: dot_natural_key(item[0]))
 
 
 def _pieces(model: nn.Module, name: str, shape: torch.Size) -> list[Piece]:

@@ -32,7 +32,7 @@ class RoutePass:
     It outlives the context that made it, because a recomputation in backward reads `used`.
     """
 
-    __slots__ = ("checkpointed", "forced", "forced_rows", "native", "rerun", "shape", "used")
+    __slots__ = ("checkpointed", "entered", "forced", "forced_rows", "native", "rerun", "shape", "used")
 
     def __init__(self, layers: int, shape: tuple[int, int] | None, forced_LNK: Tensor | None = None) -> None:
         self.shape = shape
@@ -42,12 +42,16 @@ class RoutePass:
         self.forced_rows: list[Tensor | None] = [None] * layers
         self.checkpointed = False
         self.rerun = False
+        # True for the pass of one model forward, in which a router runs once.
+        self.entered = False
 
     def fresh(self, shape: tuple[int, int]) -> RoutePass:
         """An empty pass with the same forced routes, for an input of shape (B, S)."""
         if self.forced is not None and shape != self.shape:
             raise RouteError(f"routes are for a batch of {self.shape}, the model's input is {shape}")
-        return RoutePass(len(self.native), shape, self.forced)
+        one = RoutePass(len(self.native), shape, self.forced)
+        one.entered = True
+        return one
 
     def recomputing(self) -> RoutePass:
         """A view that forces what this pass used and records nothing."""
@@ -86,6 +90,8 @@ class RoutedForward:
         state = self.hook.current_pass()
         if state is None:
             return self.inner(*args, **kwargs)
+        if state.entered and state.native[self.index] is not None:
+            raise RouteError(f"{type(self.router).__name__}: ran twice in one forward, so a layer has several routes")
         if state.forced is not None and not state.checkpointed and torch.is_grad_enabled():
             self.hook.forced_for_backward = True
         if state.forced is None and not state.checkpointed and self.position is not None:

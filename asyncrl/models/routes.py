@@ -18,21 +18,26 @@ from torch import Tensor, nn
 
 from asyncrl.errors import RouteError
 from asyncrl.models.discover import RouterInfo, discover_routers, input_module
+from asyncrl.models.families import REFUSED
 from asyncrl.models.override import RoutedForward, RoutePass, in_backward
 
 __all__ = ["RouteHook", "discover_routers"]
 
 
 class RouteHook:
-    """Records the native routes of a model and, on request, forces given ones.
+    """Records the native routes of a model and, on request, forces given ones (docs/models.md).
 
-    layers: numbers of the MoE layers, ascending. num_experts, top_k: E and K. routers: layer
-    number -> router module, for decoders that call the modules themselves. Install before or after
-    fully_shard. State lives on this object and on the routers: two models never share any.
-    Raises RouteError when the model has no router, or routers that disagree about E or K.
+    layers: numbers of the MoE layers, ascending. num_layers: of all decoder layers. num_experts, top_k: E and
+    K. routers: layer number -> router module, for decoders that call the modules themselves. duplicate_rows:
+    replayed rows so far that named an expert twice and were native instead. Install before or after fully_shard.
+    State lives on this object and on the routers: two models never share any. Raises RouteError when the model's
+    family is refused, when it has no router, two in a layer, or routers that disagree about E or K; in a forward,
+    when a router makes no top-k or runs twice.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        if _model_type(model) in REFUSED:
+            raise RouteError(f"model type {_model_type(model)!r} {REFUSED[_model_type(model)]}")
         infos = discover_routers(model)
         if not infos:
             raise RouteError(f"model type {_model_type(model)!r} has no router (dense model or unknown family)")

@@ -1,12 +1,15 @@
 """token_logprobs against the naive formula, by value and by gradient."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.errors import ConfigError
+from asyncrl.models.head import OutputHead
 from asyncrl.models.logprobs import token_logprobs
 
 
@@ -47,12 +50,13 @@ def test_entropy_of_known_distributions_carries_no_gradient() -> None:
     assert not uniform.requires_grad
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 4096])
-def test_values_and_gradients_equal_the_naive_formula(chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "block"), [(1, 5), (3, 12), (7, 1), (3, 33), (4096, 4096), (4096, 40)])
+def test_values_and_gradients_equal_the_naive_formula(chunk: int, block: int) -> None:
+    """block: logits at a time; of 11 columns (3, 12) gives blocks of 2, and (3, 33) blocks of 6 and 5."""
     hidden, weight, targets, temperature = problem()
     slope = torch.linspace(-1.0, 2.0, 7)
     results = []
-    for function in (naive, lambda h, w, y, t: token_logprobs(h, w, y, t, chunk)):
+    for function in (naive, lambda h, w, y, t: token_logprobs(h, w, y, t, chunk, block_numbers=block)):
         hidden.grad = weight.grad = None
         logp, entropy = function(hidden, weight, targets, temperature)
         (logp * slope).sum().backward()
@@ -61,13 +65,62 @@ def test_values_and_gradients_equal_the_naive_formula(chunk: int) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_gradcheck_in_double() -> None:
+HEADS = [(1.0, None, False), (0.25, None, False), (1.0, 3.0, False), (-2.0, 1.5, True), (1.0, None, True)]
+
+
+@pytest.mark.parametrize(("scale", "cap", "has_bias"), HEADS)
+@pytest.mark.parametrize("block", [4096, 9])
+def test_gradcheck_in_double(scale: float, cap: float | None, has_bias: bool, block: int) -> None:
     hidden, weight, targets, temperature = problem(dtype=torch.float64)
-    logp, entropy = token_logprobs(hidden, weight, targets, temperature)
-    assert logp.dtype == entropy.dtype == torch.float64
-    assert torch.autograd.gradcheck(
-        lambda h, w: token_logprobs(h, w, targets, temperature, chunk=3)[0], (hidden, weight)
-    )
+    bias = torch.linspace(-1, 2, 11, dtype=torch.float64, requires_grad=True) if has_bias else None
+
+    def logp(h: Tensor, w: Tensor, *b: Tensor) -> Tensor:
+        options: dict[str, Any] = {"bias_V": b[0] if b else None, "scale": scale, "soft_cap": cap}
+        out = token_logprobs(h, w, targets, temperature, 3, block_numbers=block, **options)[0]
+        assert out.dtype == torch.float64
+        return out
+
+    inputs = (hidden, weight) if bias is None else (hidden, weight, bias)
+    assert torch.autograd.gradcheck(logp, inputs)
+
+
+@pytest.mark.parametrize(("scale", "cap", "has_bias"), HEADS)
+@pytest.mark.parametrize("block", [4096, 9])
+def test_scale_cap_and_bias_equal_the_plain_formula(
+    scale: float, cap: float | None, has_bias: bool, block: int
+) -> None:
+    hidden, weight, targets, temperature = problem(dtype=torch.float64)
+    bias = torch.linspace(-1, 2, 11, dtype=torch.float64) if has_bias else None
+    logits = OutputHead("lm_head", scale, cap, has_bias, 11).logits(hidden, weight, bias) / temperature[:, None]
+    expected = torch.distributions.Categorical(logits=logits)
+    options: dict[str, Any] = {"bias_V": bias, "scale": scale, "soft_cap": cap, "block_numbers": block}
+    logp, entropy = token_logprobs(hidden, weight, targets, temperature, 3, **options)
+    torch.testing.assert_close(logp, expected.log_prob(targets), atol=1e-12, rtol=0)
+    torch.testing.assert_close(entropy, expected.entropy(), atol=1e-12, rtol=0)
+
+
+class LargestWide(TorchDispatchMode):
+    """The largest float32 tensor that any operation gave, in numbers."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
+        return out
+
+
+def test_no_wide_tensor_is_as_large_as_the_logits_or_the_weight() -> None:
+    block = 4096
+    hidden, weight, targets, temperature = problem(60, 16, 4000, torch.bfloat16)
+    with LargestWide() as seen:
+        logp, _ = token_logprobs(hidden, weight, targets, temperature.float(), 32, block_numbers=block)
+        logp.sum().backward()
+    # Blocks of 4096 // 32 = 128 columns: logits of 32 x 128; the weight has 4000 x 16 numbers.
+    assert seen.numbers == block
+    assert weight.grad is not None and hidden.grad is not None
 
 
 def test_bfloat16_is_accumulated_in_float32() -> None:
@@ -115,6 +168,9 @@ def test_huge_logits_stay_finite() -> None:
         ({"temperature_N": torch.ones(2)}, "temperature"),
         ({"temperature_N": 0.0}, "above 0"),
         ({"chunk": 0}, "chunk"),
+        ({"bias_V": torch.zeros(3)}, "bias"),
+        ({"scale": 0.0}, "scale"),
+        ({"soft_cap": 0.0}, "soft_cap"),
     ],
 )
 def test_bad_arguments_are_named(change: dict[str, object], words: str) -> None:

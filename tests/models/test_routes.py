@@ -1,114 +1,16 @@
-"""RouteHook on real transformers models: capture, replay, families, bad input, state."""
+"""RouteHook on real transformers models: weights by hand, bad input, state. Families: test_families.py."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from asyncrl.errors import RouteError
 from asyncrl.models.routes import RouteHook
+from tests.helpers.family_checks import random_routes, tokens
 from tests.helpers.tiny_models import FAMILIES, deepseek_v3, qwen3_dense, qwen3_moe
-
-families = pytest.mark.parametrize("family", FAMILIES)
-
-
-def tokens(batch: int = 2, length: int = 7, seed: int = 3) -> Tensor:
-    return torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def random_routes(hook: RouteHook, batch: int, length: int, seed: int = 5) -> Tensor:
-    noise = torch.rand(len(hook.layers), batch, length, hook.num_experts, generator=torch.Generator().manual_seed(seed))
-    return noise.topk(hook.top_k, dim=-1).indices
-
-
-def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    logits: Tensor = model(ids).logits
-    return logits
-
-
-def gradients(model: PreTrainedModel, forward: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Logits and every gradient of a loss that depends on each of them."""
-    model.zero_grad(set_to_none=True)
-    logits = forward()
-    logits.square().mul(torch.linspace(0.5, 2.0, logits.numel()).view(logits.shape)).sum().backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
-
-
-def assert_bitwise(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]]) -> None:
-    assert torch.equal(a[0], b[0])
-    assert a[1].keys() == b[1].keys() and len(a[1]) > 5
-    different = [name for name in a[1] if not torch.equal(a[1][name], b[1][name])]
-    assert different == []
-
-
-@families
-def test_capture_and_native_replay_are_bitwise_invisible(family: str) -> None:
-    model, ids = FAMILIES[family](), tokens()
-    plain = gradients(model, lambda: logits_of(model, ids))
-    hook = RouteHook(model)
-    assert_bitwise(gradients(model, lambda: logits_of(model, ids)), plain)
-
-    def captured() -> Tensor:
-        with hook.record():
-            return logits_of(model, ids)
-
-    # Twice: the first call learns where the router returns its ids, the second takes the fast path.
-    assert_bitwise(gradients(model, captured), plain)
-    native = hook.native
-    assert_bitwise(gradients(model, captured), plain)
-    assert torch.equal(hook.native, native)
-    assert native.shape == (len(hook.layers), 2, 7, hook.top_k) and native.dtype == torch.int64
-    assert int(native.min()) >= 0 and int(native.max()) < hook.num_experts
-    assert len(native.flatten(0, 2).unique(dim=0)) > 1
-
-    def replayed() -> Tensor:
-        with hook.replay(native):
-            return logits_of(model, ids)
-
-    assert_bitwise(gradients(model, replayed), plain)
-    assert torch.equal(hook.native, native) and hook.forced_fraction == 1.0
-
-
-@families
-def test_forced_routes_reach_the_experts_and_survive_checkpointing(family: str) -> None:
-    model, ids = FAMILIES[family](), tokens()
-    hook = RouteHook(model)
-    with torch.no_grad():
-        plain = model(ids).logits
-    routes = random_routes(hook, 2, 7)
-    seen: list[Tensor] = []
-    experts = [m for n, m in model.named_modules() if n.endswith("mlp.experts")]
-    assert len(experts) == len(hook.layers)
-    handles = [m.register_forward_pre_hook(lambda _m, args: seen.append(args[1].clone())) for m in experts]
-
-    def replayed() -> Tensor:
-        with hook.replay(routes):
-            return logits_of(model, ids)
-
-    unchecked = gradients(model, replayed)
-    assert torch.equal(torch.stack(seen).view(routes.shape), routes)
-    assert torch.equal(hook.used, routes)
-    assert not torch.allclose(unchecked[0], plain, atol=1e-4)
-    for handle in handles:
-        handle.remove()
-    hook.enable_checkpointing()
-    model.train()
-    assert_bitwise(gradients(model, replayed), unchecked)
-    native = hook.native
-
-    def captured() -> Tensor:
-        with hook.record():
-            return logits_of(model, ids)
-
-    checked = gradients(model, captured)
-    model.gradient_checkpointing_disable()
-    assert_bitwise(gradients(model, captured), checked)
-    assert not torch.equal(native, routes)
 
 
 def test_gate_weights_and_router_gradient_of_forced_experts() -> None:
@@ -286,6 +188,19 @@ def test_contexts_restore_the_earlier_state() -> None:
             model(ids)
             assert torch.equal(hook.used, routes)
     assert not hook.active
+
+
+def test_a_router_that_runs_twice_in_one_forward_is_refused() -> None:
+    """Layers run in a loop have several routes per token, of which only the last would be seen."""
+    model, ids = qwen3_moe(layers=2), tokens()
+    layers = model.model.layers
+    layers[1] = layers[0]
+    hook = RouteHook(model)
+    with torch.no_grad(), hook.record(), pytest.raises(RouteError, match="ran twice in one forward"):
+        model(ids)
+    with hook.record():
+        for _ in range(2):
+            hook.routers[0](torch.randn(3, 32))
 
 
 def test_two_models_share_nothing() -> None:
