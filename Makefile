@@ -17,8 +17,10 @@ export TOKENIZERS_PARALLELISM := false
 export HF_HUB_OFFLINE := 1
 
 MODEL := models/quickstart
+SMOLLM2 := models/smollm2_moe
 RUNTIME := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+UPCYCLE := $(VENV)/.installed-upcycle
 DEPS := pyproject.toml constraints.txt
 
 # What `make test-fast` runs: the units without a model to train or to sample.
@@ -27,11 +29,12 @@ FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/trans
 # Debian packages of `make test-system`; .ci/run installs them.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge
 
-.PHONY: help quickstart model test test-fast test-system test-long check format docs clean
+.PHONY: help quickstart model smollm2 test test-fast test-system test-long check format docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart  install, build the small model once, train it asynchronously on this CPU"
+	@echo "make smollm2     download a small chat model (93 MB) and make a Mixture of Experts of it (docs/smollm2.md)"
 	@echo "make test        install and run all tests but those of test-system and test-long, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
 	@echo "make test-system fleets over a real ssh and a real SLURM; as root, with $(SYSTEM_PACKAGES)"
@@ -54,10 +57,19 @@ $(DEV): $(DEPS) | $(PY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[dev]" -c constraints.txt
 	@touch $(RUNTIME) $@
 
+$(UPCYCLE): $(DEPS) | $(PY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[upcycle]" -c constraints.txt
+	@touch $(RUNTIME) $@
+
 $(MODEL)/model.safetensors: tools/make_quickstart_model.py tools/warm_start.py tools/demonstrations.py configs/quickstart.yaml | $(RUNTIME)
 	$(PY) tools/make_quickstart_model.py $(MODEL)
 
 model: $(MODEL)/model.safetensors
+
+$(SMOLLM2)/model.safetensors: tools/upcycle.py tools/upcycling.py tools/smollm2.py | $(UPCYCLE)
+	$(PY) tools/upcycle.py $(SMOLLM2)
+
+smollm2: $(SMOLLM2)/model.safetensors
 
 quickstart: $(RUNTIME) model
 	$(BIN)/asyncrl run configs/quickstart.yaml
@@ -74,7 +86,7 @@ test-system: $(DEV)
 
 # Each prints what it found and fails when something does not hold.
 SEED ?= 1
-test-long: $(DEV) model
+test-long: $(DEV) $(UPCYCLE) model
 	$(PY) -m pytest tests/long $(PYTEST_ARGS)
 	$(PY) tools/chaos.py --minutes 10 --seed $(SEED)
 	$(PY) tools/soak.py --minutes 20
@@ -90,6 +102,7 @@ format: $(DEV)
 docs: $(RUNTIME)
 	$(PY) tools/config_reference.py docs/config.md
 	$(PY) tools/metrics_reference.py docs/metrics.md
+	$(PY) tools/models_reference.py docs/models.md
 
 clean:
 	rm -rf $(VENV) models runs reports build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

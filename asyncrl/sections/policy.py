@@ -15,15 +15,21 @@ class ModelSection(Section):
     path: str = Field(..., min_length=1)
     """Folder with config.json, safetensors and tokenizer files."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Dtype of the learner's parameters."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """Attention implementation of transformers."""
+    """What both sides compute in; under bfloat16 the learner keeps float32 weights for the optimizer. float64 is for
+    checks: generators then compute in float32."""
+    router_dtype: Literal["checkpoint", "float32"] = "checkpoint"
+    """Under dtype=bfloat16: routers compute in bfloat16 like all else, or with float32 weights and inputs, on both
+    sides."""
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = "sdpa"
+    """Attention implementation of transformers in the learner; flash_attention_2 needs a GPU and dtype=bfloat16. sdpa
+    means eager for the families that have no sdpa (docs/models.md)."""
     experts: Literal["eager", "grouped_mm"] = "grouped_mm"
     """Expert implementation of transformers (batched_mm is left out: 16-21x slower on CPU)."""
 
 
 class ChainSumTask(Section):
-    """reasoning-gym chain_sum with a running-total answer; `make quickstart` uses it."""
+    """Sums and differences of reasoning-gym's chain_sum: for `make quickstart` with running totals, for language
+    models in words (docs/smollm2.md)."""
 
     name: Literal["chain_sum"] = "chain_sum"
     """The task."""
@@ -37,10 +43,16 @@ class ChainSumTask(Section):
     """Different training prompts; the cursor starts the next epoch after the last one."""
     eval_size: Positive = 400
     """Held-out prompts; none equals a training expression."""
-    eval_min_terms: int = Field(3, ge=3, le=8)
-    """Fewest terms of a held-out expression (there are too few 2-term ones to hold out)."""
+    eval_min_terms: int = Field(3, ge=2, le=8)
+    """Fewest terms of a held-out expression (there are only 200 of 2 terms with 1 digit)."""
     seed: int = Field(1, ge=0, le=SEED_MAX)
     """Seeds the items; train and evaluation items come from disjoint index ranges."""
+    template: str = Field("{question}", min_length=1)
+    """What the model is told: a text in which {question} stands for the expression, such as `3+0=`."""
+    chat: bool = False
+    """Send that as a user's message in the chat template of the model folder."""
+    answer: Literal["running_total", "last_integer"] = "running_total"
+    """What is scored: the number after the last `#`, or the last integer of the response."""
 
 
 class SamplingSection(Section):

@@ -6,13 +6,14 @@ Knows nothing of where items come from or how answers are scored.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
+from tokenizers import Tokenizer
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks.text import load_tokenizer
@@ -20,7 +21,7 @@ from asyncrl.types import Prompt
 
 
 class Item(NamedTuple):
-    """One problem as text: the prompt and its gold answer."""
+    """One problem as text: the question and its gold answer."""
 
     text: str
     answer: str
@@ -36,29 +37,42 @@ class Task:
     stop_token_ids: tuple[int, ...]
 
 
-def make_prompts(source: str, items: Sequence[Item], tokenizer_dir: str | Path) -> tuple[Prompt, ...]:
+def make_prompts(
+    source: str, items: Sequence[Item], tokenizer_dir: str | Path, write: Callable[[str], str] = str
+) -> tuple[Prompt, ...]:
     """Items to prompts, in order. Ids depend on source and text only, never on the position.
 
-    token_ids: int32 [P], no special token is added. Raises TaskError for a text that the tokenizer
-    cannot write (an unknown character, or one that silently vanishes).
+    write: question to the text that is tokenized and kept (asyncrl.tasks.chat). token_ids: int32 [P], no special
+    token is added to what it gives. Raises TaskError for a text that the tokenizer cannot write (an unknown
+    character, or one that silently vanishes) and for a question that contains a special token.
     """
     tokenizer = load_tokenizer(tokenizer_dir)
-    texts = [item.text for item in items]
+    _refuse_special_tokens(source, items, tokenizer)
+    texts = [write(item.text) for item in items]
     try:
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
     except Exception as exc:  # the library raises a bare Exception for every failure
         raise TaskError(f"the tokenizer in {str(tokenizer_dir)!r} cannot encode {source} prompts: {exc}") from exc
     ids = [encoding.ids for encoding in encodings]
-    for text, back in zip(texts, tokenizer.decode_batch(ids, skip_special_tokens=True), strict=True):
+    for text, back in zip(texts, tokenizer.decode_batch(ids, skip_special_tokens=False), strict=True):
         if "".join(back.split()) != "".join(text.split()):
             raise TaskError(
                 f"the tokenizer in {str(tokenizer_dir)!r} cannot write {source} prompts: "
                 f"{text!r} comes back as {back!r}"
             )
     return tuple(
-        Prompt(prompt_id(source, item.text), np.asarray(row, np.int32), item.text, item.answer, source)
-        for item, row in zip(items, ids, strict=True)
+        Prompt(prompt_id(source, text), np.asarray(row, np.int32), text, item.answer, source)
+        for item, text, row in zip(items, texts, ids, strict=True)
     )
+
+
+def _refuse_special_tokens(source: str, items: Sequence[Item], tokenizer: Tokenizer) -> None:
+    """The tokenizer would read their text as the tokens themselves, and a question could end its own message."""
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    for item in items:
+        for token in special:
+            if token in item.text:
+                raise TaskError(f"{source} question {item.text[:60]!r} contains the special token {token!r}")
 
 
 def prompt_id(source: str, text: str) -> str:

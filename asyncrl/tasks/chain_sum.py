@@ -1,6 +1,6 @@
-"""reasoning-gym chain_sum: `3+0+7-4=` -> running totals, the answer after the last `#`.
+"""reasoning-gym chain_sum: `3+0+7-4=` in the task's template -> running totals and `#6`, or any text with a last 6.
 
-Knows nothing of rewards or tokenizers. reasoning-gym makes item i from Random(seed + i), so two
+Knows nothing of how answers are scored. reasoning-gym makes item i from Random(seed + i), so two
 seeds share items; all sets here come from disjoint index ranges, and the texts are compared too.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from asyncrl.errors import TaskError
 from asyncrl.sections.policy import ChainSumTask
-from asyncrl.tasks import gate
+from asyncrl.tasks import chat, gate
 from asyncrl.tasks.base import Item, Task, check_disjoint, make_prompts, read_stop_token_ids
 
 SOURCE = "chain_sum"
@@ -32,18 +32,24 @@ _MAX_DRAWS = 2**21
 def build(task: ChainSumTask, tokenizer_dir: str | Path) -> Task:
     """Prompts of the task; see `asyncrl.tasks.build` for the errors."""
     train, held_out = build_items(task)
-    gate.check(SOURCE, [*train[:8], *held_out[:8]])
+    source = SOURCE if task.answer == "running_total" else task.answer
+    gate.check(source, [*train[:8], *held_out[:8]])
+    write = chat.writer(task.template, task.chat, tokenizer_dir)
     return Task(
         name=SOURCE,
-        train=make_prompts(SOURCE, train, tokenizer_dir),
-        eval=make_prompts(SOURCE, held_out, tokenizer_dir),
+        train=make_prompts(source, train, tokenizer_dir, write),
+        eval=make_prompts(source, held_out, tokenizer_dir, write),
         stop_token_ids=read_stop_token_ids(tokenizer_dir),
     )
 
 
-def longest_prompt(task: ChainSumTask) -> int:
-    """Characters of the longest expression, and so a bound on its tokens: terms, signs, `=`."""
-    return task.max_terms * (task.digits + 1)
+def longest_prompt(task: ChainSumTask, tokenizer_dir: str | Path) -> int:
+    """Bound on the tokens of a prompt: of what stands around the expression, and one per digit, sign and `=`.
+
+    Raises TaskError as `build` does for templates.
+    """
+    write = chat.writer(task.template, task.chat, tokenizer_dir)
+    return chat.longest(write, task.max_terms * (task.digits + 1), tokenizer_dir)
 
 
 def check_sizes(task: ChainSumTask) -> None:

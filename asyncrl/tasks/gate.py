@@ -6,6 +6,7 @@ text that merely contains the answer, or raise on junk.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from asyncrl.errors import TaskError
@@ -39,14 +40,25 @@ def _check_item(source: str, checked: Verifier, item: Item) -> None:
         if _score(source, empty, item) != 0.0:
             raise TaskError(f"task {source!r}: an empty response to {item.text!r} does not score 0")
     # Text that contains the gold answer, or stops short of it, is junk too: it must not be paid for.
-    wrapped = (f"maybe {item.answer} or not", f"{item.answer} {item.answer}", f"{gold}{item.answer}0", item.text)
+    wrapped = (
+        f"maybe {item.answer} or not", f"{item.answer} {item.answer}", f"{gold}{item.answer}0", f"{item.answer}.5",
+        item.text,
+    )  # fmt: skip
     for junk in (*_JUNK, *wrapped):
+        if checked.anywhere and _names(junk, item.answer):
+            continue
         value = _score(source, junk, item)
         if value > MAX_JUNK_REWARD:
             raise TaskError(
                 f"task {source!r}: junk response {junk[:40]!r} to {item.text!r} scores {value}, "
                 f"at most {MAX_JUNK_REWARD} is allowed"
             )
+
+
+def _names(text: str, answer: str) -> bool:
+    """Whether one of the numbers in the text is the answer, signs and leading zeros aside (4-2 names 2)."""
+    numbers = re.findall(r"\d+(?:\.\d+)?", text)
+    return answer.removeprefix("-") in {n if "." in n else str(int(n)) for n in numbers}
 
 
 def _score(source: str, text: str | None, item: Item) -> float:

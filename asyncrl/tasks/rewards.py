@@ -8,6 +8,7 @@ reasoning-gym pay for substrings and are not used.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,10 +16,14 @@ from asyncrl.errors import TaskError
 
 
 class Verifier(NamedTuple):
-    """score(text, answer) -> reward in [0, 1]. gold(answer) -> shortest response that earns 1."""
+    """score(text, answer) -> reward in [0, 1]. gold(answer) -> shortest response that earns 1.
+
+    anywhere: the answer counts wherever the text names it, so a text that names it is no junk to the gate.
+    """
 
     score: Callable[[str, str], float]
     gold: Callable[[str], str]
+    anywhere: bool = False
 
 
 def score_after_hash(text: str, answer: str) -> float:
@@ -27,8 +32,29 @@ def score_after_hash(text: str, answer: str) -> float:
     return 1.0 if mark and value == answer else 0.0
 
 
+def score_last_integer(text: str, answer: str) -> float:
+    """1.0 if the last integer of the text is the answer, else 0.0.
+
+    Whole numbers only: no part of 7.5, 1/2, 2e3 or x7. A minus counts as a sign unless a digit, a letter or `)`
+    stands before it (in 5-7 it does not); 1,000 is 1000 and 007 is 7.
+    """
+    found = _INTEGER.findall(_THOUSANDS.sub("", text.replace("\u2212", "-")))
+    return 1.0 if found and _plain_integer(found[-1]) == _plain_integer(answer) else 0.0
+
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_INTEGER = re.compile(r"(?:(?<![\w.)])-)?(?<![\w.])(?<!\d/)\d+(?![\w/]|\.\d)")
+
+
+def _plain_integer(text: str) -> str:
+    """Without leading zeros. Stays text: int() refuses numbers of many digits."""
+    digits = text.removeprefix("-").lstrip("0") or "0"
+    return "-" + digits if text.startswith("-") and digits != "0" else digits
+
+
 VERIFIERS: dict[str, Verifier] = {
     "chain_sum": Verifier(score_after_hash, gold=lambda answer: "#" + answer),
+    "last_integer": Verifier(score_last_integer, gold=str, anywhere=True),
 }
 
 

@@ -34,7 +34,7 @@ def test_a_text_the_tokenizer_cannot_write_is_refused(model_dir: Path, tmp_path:
     data = json.loads((lossy / "tokenizer.json").read_text())
     data["model"]["unk_token"] = "<unk>"
     (lossy / "tokenizer.json").write_text(json.dumps(data))
-    with pytest.raises(TaskError, match=r"'2\+3=' comes back as '2\+3'"):
+    with pytest.raises(TaskError, match=r"'2\+3=' comes back as '2\+3<unk>'"):
         make_prompts("chain_sum", [Item("2+3=", "5")], lossy)
 
 

@@ -107,9 +107,16 @@ def test_a_set_that_takes_all_there_is_can_be_drawn() -> None:
     assert len({i.text for i in [*train, *held_out]}) == 10**3 * 2**2
 
 
-def test_no_prompt_is_longer_than_its_bound() -> None:
+def test_no_prompt_is_longer_than_its_bound(model_dir: Path) -> None:
     task = ChainSumTask(min_terms=4, max_terms=4, digits=2, train_size=20, eval_size=4)
-    assert {len(i.text) for i in build_items(task)[0]} == {longest_prompt(task)} == {12}  # 10+20-30+40=
+    assert {len(i.text) for i in build_items(task)[0]} == {longest_prompt(task, model_dir)} == {12}  # 10+20-30+40=
+
+
+def test_two_terms_alone_can_be_trained_and_held_out() -> None:
+    task = ChainSumTask(min_terms=2, max_terms=2, eval_min_terms=2, train_size=160, eval_size=40)
+    train, held_out = build_items(task)
+    assert len({i.text for i in [*train, *held_out]}) == 200
+    assert {len(terms(i.text)) for i in held_out} == {2}
 
 
 def test_demonstrations_hold_no_held_out_expression() -> None:

@@ -52,6 +52,20 @@ def test_chain_sum_and_an_exact_verifier_pass(monkeypatch: pytest.MonkeyPatch) -
     gate.check("mine", ITEMS)
 
 
+def test_a_rule_that_finds_the_answer_anywhere_passes_only_when_it_reads_numbers_right(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    items = [*ITEMS, Item("4-2=", "2"), Item("9-9=", "0"), Item("0-0=", "0")]
+    gate.check("last_integer", items)
+    strict = rewards.VERIFIERS["last_integer"]._replace(anywhere=False)
+    monkeypatch.setitem(rewards.VERIFIERS, "mine", strict)
+    with pytest.raises(TaskError, match="junk response 'maybe 6 or not'"):
+        gate.check("mine", items)
+    monkeypatch.setitem(rewards.VERIFIERS, "mine", Verifier(lambda t, a: float(a in t), gold=str, anywhere=True))
+    with pytest.raises(TaskError, match=r"junk response '660' .*scores 1.0"):
+        gate.check("mine", items)
+
+
 @pytest.mark.parametrize(
     ("scorer", "reason"),
     [

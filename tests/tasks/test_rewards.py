@@ -33,6 +33,43 @@ def test_chain_sum_pays_for_the_number_after_the_last_hash(text: str | None, ans
     assert score("chain_sum", text, answer) == reward
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "reward"),
+    [
+        ("7", "7", 1.0),
+        ("The answer is 7.", "7", 1.0),
+        ("3 + 4 = **7**", "7", 1.0),
+        ("\\boxed{7}", "7", 1.0),
+        ("007", "7", 1.0),
+        ("it is 1,234!", "1234", 1.0),
+        ("5-7=-2", "-2", 1.0),
+        ("(-2)", "-2", 1.0),
+        ("\u22122", "-2", 1.0),  # the minus of typesetting
+        ("-0", "0", 1.0),
+        ("9" * 20_000, "9" * 20_000, 1.0),
+        ("7 or 8", "7", 0.0),  # the last one counts
+        ("5-7", "-7", 0.0),  # a minus between numbers is none of the number
+        ("5-7", "7", 1.0),
+        ("2", "-2", 0.0),
+        ("-2", "2", 0.0),
+        ("77", "7", 0.0),
+        ("7.5", "7", 0.0),
+        ("0.7", "7", 0.0),
+        ("1/7", "7", 0.0),
+        ("7/1", "7", 0.0),
+        ("x7", "7", 0.0),
+        ("7th", "7", 0.0),
+        ("7e3", "7", 0.0),
+        ("1,2345", "12345", 0.0),
+        ("seven", "7", 0.0),
+        ("", "7", 0.0),
+        (None, "0", 0.0),
+    ],
+)
+def test_the_last_integer_of_a_response_counts(text: str | None, answer: str, reward: float) -> None:
+    assert score("last_integer", text, answer) == reward
+
+
 def test_unknown_source_is_refused() -> None:
     with pytest.raises(TaskError, match=r"no verifier for source 'sudoku'.*chain_sum"):
         score("sudoku", "#1", "1")
