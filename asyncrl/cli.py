@@ -7,11 +7,11 @@ import os
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from asyncrl.config import Config, load_config, save_config, to_yaml
+from asyncrl.config import Config, load_config, save_config, to_yaml, validate
 from asyncrl.errors import AsyncRLError, ConfigError
 
 HELP = "Asynchronous RL for Mixture-of-Experts policies. Try: asyncrl run configs/quickstart.yaml"
@@ -27,6 +27,8 @@ Arguments = Annotated[
     list[str],
     typer.Argument(metavar="CONFIG... [KEY=VALUE...]", help="YAML files, merged left to right, and overrides."),
 ]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def read(arguments: list[str]) -> Config:
@@ -47,11 +49,14 @@ def _role(name: str) -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 
-def _prepare(config: Config) -> Path:
-    """Checks that need the model folder, then the run folder with the resolved config."""
+def _prepare(config: Config, weights: bool = True) -> Path:
+    """Checks that need the model folder, then the run folder with the resolved config.
+
+    weights: whether this role loads the model's weights; replay reads its config and tokenizer only.
+    """
     from asyncrl.preflight import preflight
 
-    preflight(config)
+    preflight(config, weights)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
@@ -60,11 +65,20 @@ def _prepare(config: Config) -> Path:
 
 
 @app.command()
-def run(arguments: Arguments) -> None:
+def run(
+    arguments: Arguments,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run of this name, or RUN/config.yaml, where it ended.")
+    ] = False,
+) -> None:
     """Start and supervise all roles on this machine."""
+    from asyncrl.resume import located
     from asyncrl.supervisor import run as supervise
 
-    raise typer.Exit(supervise(read(arguments)))
+    config = read(arguments)
+    if resume:
+        config = located(config, [a for a in arguments if "=" not in a])
+    raise typer.Exit(supervise(config, resume))
 
 
 @app.command()
@@ -74,7 +88,7 @@ def replay(arguments: Arguments) -> None:
 
     config = read(arguments)
     _role("replay")
-    serve(config, _prepare(config))
+    serve(config, _prepare(config, weights=False))
 
 
 @app.command()
@@ -117,14 +131,72 @@ def learn(arguments: Arguments) -> None:
 
 
 @app.command()
-def config(arguments: Arguments) -> None:
-    """Check a config against its model and print it resolved."""
+def config(
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG... [KEY=VALUE...]]", help="As for run.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="Say what is known of a model folder, without any config.")
+    ] = None,
+    device_memory: Annotated[
+        float | None, typer.Option(metavar="GIB", min=0.1, help="Memory of a GPU to fit; default: what is here.")
+    ] = None,
+) -> None:
+    """Check a config against its model and print it resolved, with what the model is and how much memory it takes."""
+    from asyncrl.models.summary import summary
     from asyncrl.preflight import preflight
+    from asyncrl.tasks.chain_sum import longest_prompt
 
-    resolved = read(arguments)
-    info = preflight(resolved)
+    if (model is None) == (not arguments):
+        raise ConfigError("asyncrl config takes either CONFIG files or --model PATH")
+    if model is not None:
+        for field, text in summary(model).items():
+            print(f"{field}: {text}")
+        for line in _memory(validate({"model": {"path": str(model)}}), 0, device_memory):
+            print(line)
+        return
+    resolved = read(arguments or [])
+    preflight(resolved)
     print(to_yaml(resolved), end="")
-    print(f"# model: MoE layers {list(info.layers)}, {info.num_experts} experts, top-{info.top_k}")
+    for field, text in summary(resolved.model.path).items():
+        print(f"# {field}: {text}")
+    for line in _memory(resolved, longest_prompt(resolved.task, resolved.model.path), device_memory):
+        print(f"# {line}")
+
+
+def _memory(config: Config, longest_prompt: int, device_gib: float | None) -> list[str]:
+    """What the memory estimate says; a config.json that leaves out what it needs is no reason to refuse the config."""
+    from asyncrl.learner.footprint import report
+
+    try:
+        return report(config, longest_prompt, device_gib)
+    except ConfigError as exc:
+        return [f"memory: {exc}"]
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
+    step: Annotated[
+        str, typer.Argument(metavar="STEP", help="Number of an update that has a checkpoint; last; or final.")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Dtype of the weights; default: as the start model stores each.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Where the start model lies now; default: model.path of the run.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a model folder of that name.")] = False,
+) -> None:
+    """Write the policy of a run at a step as a Hugging Face folder."""
+    from asyncrl.process import ensure_environment
+
+    ensure_environment(1)
+    from asyncrl.learner.export import export_step
+
+    size = export_step(run_dir, step, directory, dtype, model, force)
+    print(f"{directory}: {size / 1e9:.3g} GB of weights")
 
 
 KeyFolder = Annotated[Path, typer.Argument(metavar="DIR", help="The key folder: replay.keys.")]

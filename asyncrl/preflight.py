@@ -12,6 +12,7 @@ from pathlib import Path
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError, TransportError
 from asyncrl.models.describe import describe, max_length
+from asyncrl.models.folder import weights_of
 from asyncrl.replay.limits import check_capacity, largest_group_bytes
 from asyncrl.sections.fleet import ReplaySection
 from asyncrl.tasks.chain_sum import check_sizes, longest_prompt
@@ -22,18 +23,36 @@ from asyncrl.types import ModelInfo
 log = logging.getLogger(__name__)
 
 
-def preflight(config: Config) -> ModelInfo:
-    """The learner's model. Raises ConfigError with a line per problem: key, value and remedy."""
+def preflight(config: Config, weights: bool = True) -> ModelInfo:
+    """The learner's model. Raises ConfigError with a line per problem: key, value and remedy.
+
+    weights: check also that the files with the weights are whole and readable, by their headers.
+    """
     info = _check_models(config)
-    problems = []
+    problems: list[str] = []
+    if weights:
+        problems += _weight_faults(config)
     for check in (_check_length, _check_task, lambda c: _check_memory(c, info), _check_network, _check_run_dir):
         try:
             check(config)
         except ConfigError as exc:
             problems.append(str(exc))
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
     return info
+
+
+def _weight_faults(config: Config) -> list[str]:
+    """A sentence per model folder whose weights cannot be loaded."""
+    folders = {"generator.model": config.generator.model, "model.path": config.model.path}
+    faults = {}
+    for key, path in folders.items():
+        try:
+            if path is not None:
+                weights_of(path)
+        except ConfigError as exc:
+            faults[path] = f"{key}={path!r}: {exc}"
+    return list(faults.values())
 
 
 def _check_task(config: Config) -> None:
@@ -43,8 +62,15 @@ def _check_task(config: Config) -> None:
         raise ConfigError(str(exc)) from exc
 
 
+def _longest_prompt(config: Config) -> int:
+    try:
+        return longest_prompt(config.task, config.model.path)
+    except TaskError as exc:
+        raise ConfigError(f"task.chat={str(config.task.chat).lower()}: {exc}") from exc
+
+
 def _check_memory(config: Config, info: ModelInfo) -> None:
-    check_capacity(config, largest_group_bytes(config, info, longest_prompt(config.task)))
+    check_capacity(config, largest_group_bytes(config, info, _longest_prompt(config)))
 
 
 def _check_network(config: Config) -> None:
@@ -105,7 +131,7 @@ def _describe(key: str, path: str) -> ModelInfo:
 
 
 def _check_length(config: Config) -> None:
-    prompt, new = longest_prompt(config.task), config.sampling.max_new_tokens
+    prompt, new = _longest_prompt(config), config.sampling.max_new_tokens
     limit = max_length(config.model.path)
     if prompt + new > limit:
         raise ConfigError(

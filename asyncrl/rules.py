@@ -28,6 +28,7 @@ def problems(c: Config) -> Iterator[str]:
         )
     if c.model.dtype == "float64" and c.model.experts == "grouped_mm":
         yield "model.experts=grouped_mm has no float64 kernel; set model.experts=eager with model.dtype=float64"
+    yield from _compute(c)
     for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         if getattr(c.sampling, key) != off:
             yield (
@@ -39,6 +40,8 @@ def problems(c: Config) -> Iterator[str]:
             f"task.max_terms={c.task.max_terms} is smaller than task.min_terms={c.task.min_terms} or "
             f"task.eval_min_terms={c.task.eval_min_terms}; raise task.max_terms"
         )
+    if "{question}" not in c.task.template:
+        yield f"task.template={c.task.template!r} has no {{question}}; put it where the expression goes"
     edges = a.rdc.bucket_edges
     if edges is not None and not edges:
         yield (
@@ -84,7 +87,42 @@ def problems(c: Config) -> Iterator[str]:
             f"weights.security={c.weights_security}; set weights.carrier=zmq and weights.security=curve, "
             "or weights.keys=null"
         )
+    yield from _schedule(c)
     yield from _waits(c)
+
+
+def _schedule(c: Config) -> Iterator[str]:
+    """Rules of the learning rate."""
+    s = c.learner
+    if s.min_lr and s.lr_schedule == "constant":
+        yield (
+            f"learner.min_lr={s.min_lr:g} has no effect with learner.lr_schedule=constant; set "
+            "learner.lr_schedule=linear or cosine, or learner.min_lr=0"
+        )
+    if s.min_lr > s.lr:
+        yield (
+            f"learner.min_lr={s.min_lr:g} is above learner.lr={s.lr:g}: it is a learning rate, not a share of it; "
+            f"set learner.min_lr <= {s.lr:g}"
+        )
+
+
+def _compute(c: Config) -> Iterator[str]:
+    """Rules between dtype, device, attention and compilation."""
+    m, s = c.model, c.learner
+    if m.attention == "flash_attention_2" and m.dtype != "bfloat16":
+        yield (
+            f"model.attention=flash_attention_2 has no {m.dtype} kernel; set model.dtype=bfloat16 or "
+            "model.attention=sdpa"
+        )
+    if m.attention == "flash_attention_2" and s.device == "cpu":
+        yield "model.attention=flash_attention_2 runs on GPUs only; set learner.device=cuda or model.attention=sdpa"
+    if m.router_dtype == "float32" and m.dtype == "float64":
+        yield "model.router_dtype=float32 would be less than model.dtype=float64; set model.router_dtype=checkpoint"
+    if s.compile and m.experts != "grouped_mm":
+        yield (
+            f"learner.compile=true would compile anew for every batch with model.experts={m.experts}; set "
+            "model.experts=grouped_mm or learner.compile=false"
+        )
 
 
 def _waits(c: Config) -> Iterator[str]:

@@ -21,8 +21,11 @@ from asyncrl.preflight import preflight
 from asyncrl.process import Child, role_environment, start, stop_all
 from asyncrl.progress import Tail, View, print_summary, progress_bar
 from asyncrl.restarts import RestartPolicy, Verdict
+from asyncrl.resume import resumable
 
 POLL_S = 0.1
+REPLAY_S = 2.0
+"""Time that replay has for its end when the others took all of run.shutdown_s."""
 
 
 class Supervisor:
@@ -80,9 +83,15 @@ class Supervisor:
         return False
 
     def stop(self) -> None:
-        """End every child and what it started; remove published weights."""
+        """End every child and what it started; remove published weights.
+
+        Replay last: the learner commits the update that is running, and saves it.
+        """
         limit = self.config.run.shutdown_s
-        for name in stop_all(self.children.values(), limit):
+        deadline = time.monotonic() + limit
+        killed = stop_all([c for name, c in self.children.items() if name != "replay"], limit)
+        replay = [c for name, c in self.children.items() if name == "replay"]
+        for name in [*killed, *stop_all(replay, max(REPLAY_S, deadline - time.monotonic()))]:
             print(f"{name} did not stop within {limit:g} s and was killed", file=sys.stderr)
         clean_weights(self.run_dir)
 
@@ -130,17 +139,24 @@ def fresh_run(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def run(config: Config) -> int:
+def run(config: Config, resume: bool = False) -> int:
     """Run to the end. Returns the exit status: 0, 1 after a failure, 128 + n after signal n.
 
-    Waits for the learner without a limit of its own: every role's waits have limits.
+    resume: go on in the run folder of this name; ConfigError when that cannot be. Waits for the learner without a
+    limit of its own: every role's waits have limits.
     """
-    preflight(config)
-    config = fresh_run(config)
+    model = preflight(config)
+    said: list[str] = []
+    if resume:
+        said = resumable(config, model)
+    else:
+        config = fresh_run(config)
+        save_config(config, config.run_dir / "config.yaml")
     run_dir = config.run_dir
-    save_config(config, run_dir / "config.yaml")
     console = Console()
-    console.print(f"run folder: {run_dir} (config.yaml, metrics.jsonl, tb/, logs/)", highlight=False, soft_wrap=True)
+    word = "resuming in" if resume else "run folder:"
+    for line in (f"{word} {run_dir} (config.yaml, metrics.jsonl, tb/, logs/)", *said):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     supervisor = Supervisor(config, run_dir)
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -179,5 +195,10 @@ def _watch(supervisor: Supervisor, view: View, tail: Tail, console: Console) -> 
                 return 0
             if supervisor.signal:
                 console.print(f"stopped by signal {supervisor.signal} after {view.done} of {view.updates} updates")
+                console.print(
+                    f"to go on: asyncrl run {supervisor.run_dir / 'config.yaml'} --resume",
+                    highlight=False,
+                    soft_wrap=True,
+                )
                 return 128 + supervisor.signal
             time.sleep(POLL_S)

@@ -12,6 +12,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+LOGPROB_TOLERANCE = 1e-6
+"""A log-prob above 0 by no more than this is rounding, and used as it is: its ratio is off by a millionth."""
+
+
+def impossible(logprobs: NDArray[np.float32]) -> bool:
+    """True when no policy can have sampled a token at one of these: -inf, or above 0. NaN (missing) is possible."""
+    if not len(logprobs):
+        return False
+    # fmin and fmax pass over NaN; all of them NaN give NaN, which is neither.
+    with np.errstate(invalid="ignore"):
+        lowest, highest = np.fmin.reduce(logprobs), np.fmax.reduce(logprobs)
+    return bool(lowest == -np.inf or highest > LOGPROB_TOLERANCE)
+
 
 class Version(NamedTuple):
     """What weights something was sampled or scored with: (run epoch, update), ordered."""
@@ -151,7 +164,8 @@ class Completion:
     """What an engine returns for one sample of one request.
 
     token_ids int32 [T] include the stop token when finish_reason is "stop"; logprobs float32 [T];
-    routes [S - 1, L, K] in the model's route dtype (None for a dense model).
+    routes [S - 1, L, K] in the model's route dtype (None for a dense model). sampled bool [T]: False where the
+    policy did not sample the token, as for an end token that the engine put there; None is True everywhere.
     """
 
     token_ids: NDArray[np.int32]
@@ -160,3 +174,4 @@ class Completion:
     finish_reason: str
     routes: NDArray[np.unsignedinteger] | None = None
     extra: dict[str, float] = field(default_factory=dict)
+    sampled: NDArray[np.bool_] | None = None

@@ -51,7 +51,8 @@ BELOW: dict[str, set[str]] = {
 ALSO: dict[str, set[str]] = {"replay": {"asyncrl.models.describe"}}
 # Commands and supervision sit on top: they may import everything, nothing below imports them.
 TOP = {
-    "__init__", "__main__", "cli", "launcher", "preflight", "process", "progress", "remote", "restarts", "supervisor",
+    "__init__", "__main__", "cli", "launcher", "preflight", "process", "progress", "remote", "restarts", "resume",
+    "supervisor",
 }  # fmt: skip
 
 # Third-party packages that live behind one border.
@@ -60,7 +61,17 @@ HOMES: dict[str, set[str]] = {
     "omegaconf": {"config"},
     "yaml": {"config"},
     "pydantic": {"config", "sections"},
-    "msgspec": {"arrays", "wire", "weights", "learner/checkpoint", "learner/table", "replay/peers", "replay/snapshot"},
+    "msgspec": {
+        "arrays",
+        "wire",
+        "weights",
+        "learner/checkpoint",
+        "learner/saved",
+        "learner/stored",
+        "learner/table",
+        "replay/peers",
+        "replay/snapshot",
+    },
     "tensorboard": {"metrics/events"},
     "typer": {"cli"},
     "transformers": {"models", "engines"},

@@ -221,6 +221,7 @@ def test_the_config_is_frozen():
         ("sampling.top_k=5", ["sampling.top_k=5", "set sampling.top_k=0"]),
         ("sampling.min_p=0.1", ["sampling.min_p=0.1", "set sampling.min_p=0"]),
         ("task.max_terms=2", ["task.max_terms=2", "raise task.max_terms"]),
+        ("task.template=Hello", ["task.template='Hello'", "no {question}"]),
         ("algorithm.rdc.bucket_edges=[8,4]", ["algorithm.rdc.bucket_edges=[8, 4]", "ascend"]),
         ("algorithm.ratio=behaviour", ["algorithm.ratio=behaviour", "set algorithm.correction.kind=none"]),
         ("algorithm.dual_clip=1.1", ["algorithm.dual_clip=1.1", "1.27"]),
@@ -232,6 +233,28 @@ def test_the_config_is_frozen():
 def test_refusals_name_the_key_the_value_and_the_remedy(override, words):
     with pytest.raises(ConfigError) as caught:
         load(override)
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.attention=flash_attention_2"], ["flash_attention_2 has no float32 kernel", "model.dtype=bfloat16"]),
+        (
+            ["model.attention=flash_attention_2", "model.dtype=bfloat16", "learner.device=cpu"],
+            ["flash_attention_2 runs on GPUs only", "learner.device=cuda or model.attention=sdpa"],
+        ),
+        (
+            ["model.router_dtype=float32", "model.dtype=float64", "model.experts=eager"],
+            ["model.router_dtype=float32", "set model.router_dtype=checkpoint"],
+        ),
+        (["learner.compile=true", "model.experts=eager"], ["learner.compile=true", "set model.experts=grouped_mm"]),
+    ],
+)
+def test_settings_of_the_computation_that_contradict_each_other(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
     for word in words:
         assert word in str(caught.value)
 

@@ -53,6 +53,11 @@ def test_generator_with_the_same_model_passes(models):
     assert preflight(config(models / "moe", generator={"model": str(models / "moe")})).is_moe
 
 
+def test_a_chat_task_for_a_model_without_a_chat_template_is_refused_once(models):
+    with pytest.raises(ConfigError, match=r"^task\.chat=true: .*has no chat template.*set task\.chat=false$"):
+        preflight(config(models / "moe", task={"chat": True}))
+
+
 def test_r3_on_a_dense_model_is_refused(models):
     wrong = config(models / "dense", algorithm={"routes": "r3", "rdc": {"mode": "off"}})
     with pytest.raises(ConfigError, match=r"algorithm\.routes=r3 .*dense; set algorithm\.routes=native"):

@@ -88,7 +88,7 @@ SLOW = "import atexit, sys, time; atexit.register(time.sleep, 3600); "
     ("code", "status", "said"),
     [
         ("from asyncrl.process import end; print('said', end=''); end(143)", 143, "said"),
-        ("from asyncrl.cli import main; sys.argv = ['asyncrl', 'config']; main()", 2, "Missing argument"),
+        ("from asyncrl.cli import main; sys.argv = ['asyncrl', 'config']; main()", 2, "either CONFIG files or --model"),
         ("from asyncrl.cli import main; sys.argv = ['asyncrl', 'config', 'no.yaml']; main()", 2, "config error"),
         ("from asyncrl.cli import main; sys.argv = ['asyncrl', '--help']; main()", 0, "configs/quickstart.yaml"),
     ],

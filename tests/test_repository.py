@@ -114,12 +114,12 @@ def pins() -> dict[str, str]:
 
 def test_every_dependency_is_pinned_and_torch_to_no_particular_build():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    wanted = [*project["dependencies"], *(s for e in ("dev", "upcycle") for s in project["optional-dependencies"][e])]
     names = {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", spec)[0]).lower() for spec in wanted}
     assert names <= set(pins())
     assert pins()["torch"] == "2.13.0"
     assert project["license"] == "Apache-2.0" and "Apache License" in (ROOT / "LICENSE").read_text()
-    assert set(project["optional-dependencies"]) == {"dev", "sglang"}
+    assert set(project["optional-dependencies"]) == {"dev", "upcycle", "sglang"}
 
 
 def test_what_is_imported_is_declared():
@@ -158,8 +158,9 @@ def test_local_launch_refuses_a_bad_config_before_it_starts_anything(tmp_path):
     assert usage.returncode == 2 and usage.stderr.startswith("usage:")
 
 
-def test_the_metrics_page_is_up_to_date():
-    command = [sys.executable, "tools/metrics_reference.py", "--check", "docs/metrics.md"]
+@pytest.mark.parametrize("page", ["metrics", "models"])
+def test_generated_pages_are_up_to_date(page):
+    command = [sys.executable, f"tools/{page}_reference.py", "--check", f"docs/{page}.md"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

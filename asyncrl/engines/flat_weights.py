@@ -107,7 +107,10 @@ def _layer(layer: Any, router: nn.Module | None, heads: int, kv_heads: int, head
     attention = layer.self_attn
     norm = getattr(attention, "q_norm", None)
     pairs = _pairs(head_dim, attention.q_proj.weight.device)
-    scale = attention.q_proj.weight.new_ones(heads // kv_heads + 1, head_dim)
+    like = attention.q_proj.weight
+    # 1 / sqrt(D) rounded to bfloat16 would be another temperature.
+    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+    scale = torch.ones(heads // kv_heads + 1, head_dim, dtype=wide, device=like.device)
     if norm is not None:
         scale[:-1], scale[-1] = attention.q_norm.weight, attention.k_norm.weight
     scale[:-1] *= attention.scaling

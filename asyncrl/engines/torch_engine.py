@@ -28,6 +28,7 @@ from asyncrl.models.describe import describe
 from asyncrl.models.finite import is_finite
 from asyncrl.models.load import load_model
 from asyncrl.models.names import Loader
+from asyncrl.models.precision import RouterDtype, keep_float32, routers_in_float32
 from asyncrl.models.routes import RouteHook
 from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
 
@@ -37,9 +38,10 @@ class TorchEngine:
 
     version: label of the folder's weights. threads: torch threads of this process. max_rows: responses
     that run at a time, more wait. max_length: bound on prompt + response (default: what the model was
-    made for, at most 4096); memory grows with what is used. seed: of the sampling. answer_s: longest time
-    between two decode steps, loads and long prompts included; beyond, the engine hangs. Raises ConfigError
-    for an unusable folder, EngineError when config and modules disagree about the routes.
+    made for, at most 4096); memory grows with what is used. seed: of the sampling. dtype and router_dtype as the
+    learner computes (model.dtype, model.router_dtype). answer_s: longest time between two decode steps, loads and
+    long prompts included; beyond, the engine hangs. Raises ConfigError for an unusable folder, EngineError when
+    config and modules disagree about the routes.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class TorchEngine:
         max_rows: int = 256,
         max_length: int | None = None,
         seed: int = 0,
-        device: str = "cpu",
+        device: torch.device | str = "cpu",
         attention: str = "sdpa",
+        router_dtype: RouterDtype = "checkpoint",
         answer_s: float = 60.0,
     ) -> None:
         torch.set_num_threads(threads)
@@ -61,7 +64,11 @@ class TorchEngine:
         self._info = describe(model_path)
         # grouped_mm has no float64 kernel.
         experts = "eager" if dtype == "float64" else "grouped_mm"
-        model = load_model(model_path, dtype, attention, experts, device).requires_grad_(False)
+        model = load_model(model_path, dtype, attention, experts, str(device)).requires_grad_(False)
+        if dtype == "bfloat16":
+            keep_float32(model, router_dtype)
+            if router_dtype == "float32":
+                routers_in_float32(model)
         hook = RouteHook(model) if self._info.is_moe else None
         _check_routes(self._info, hook)
         longest = int(getattr(model.config.get_text_config(), "max_position_embeddings", 4096))

@@ -5,12 +5,15 @@ Axes: P prompt tokens, T response tokens, S = P + T, L MoE layers, E experts, K 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from asyncrl.errors import RouteError, TrajectoryError
-from asyncrl.types import Completion, ModelInfo, Trajectory
+from asyncrl.types import LOGPROB_TOLERANCE, Completion, ModelInfo, Trajectory, impossible
 
 
 @njit(cache=True, nogil=True)
@@ -48,19 +51,57 @@ def check_routes(completion: Completion, num_prompt: int, info: ModelInfo, owner
         raise RouteError(f"{owner}: expert id {int(routes.max())} is outside [0, {info.num_experts})")
 
 
-def check_logprobs(completion: Completion, owner: str) -> None:
-    """Raises TrajectoryError for log-probs with which nothing can have been sampled.
+def check_tokens(completion: Completion, owner: str, vocab_size: int, stop_token_ids: Collection[int] | None) -> None:
+    """Raises TrajectoryError for ids that the learner could not train, or that are not what was sampled.
 
-    NaN means "missing" and passes (the learner uses ratio 1 there); -inf and positive values are
-    refused, and so is a count that differs from the tokens'.
+    Ids are what counts: text is never encoded again, so a response without ids is refused. One that ended with "stop"
+    must end with its stop token, or the policy would never be trained to stop; stop_token_ids None: not checked.
     """
-    if len(completion.logprobs) != len(completion.token_ids):
+    if completion.token_ids is None:
+        raise TrajectoryError(f"{owner}: no token ids; the engine must return the ids that it sampled, not text")
+    ids = np.asarray(completion.token_ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TrajectoryError(f"{owner}: token ids are {ids.dtype}{list(ids.shape)}, expected integers [T]")
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+        raise TrajectoryError(f"{owner}: token ids span [{ids.min()}, {ids.max()}], the vocabulary has {vocab_size}")
+    stops = None if completion.finish_reason != "stop" or not ids.size else stop_token_ids
+    if stops is not None and int(ids[-1]) not in stops:
         raise TrajectoryError(
-            f"{owner}: {len(completion.token_ids)} token ids but {len(completion.logprobs)} log-probs; refused, not cut"
+            f"{owner}: ended with 'stop', but its last id {int(ids[-1])} is no stop token {sorted(stops)}; "
+            "the engine must leave the stop token in the ids, with its log-prob"
         )
-    bad = np.isinf(completion.logprobs) | (completion.logprobs > 1e-6)
-    if bad.any():
-        raise TrajectoryError(f"{owner}: log-prob {float(completion.logprobs[bad][0])} of a sampled token")
+
+
+def loss_mask_of(completion: Completion, owner: str) -> NDArray[np.bool_]:
+    """Which tokens the policy sampled, bool [T]. Raises TrajectoryError on another length."""
+    n = len(completion.token_ids)
+    if completion.sampled is None:
+        return np.ones(n, bool)
+    mask = np.array(completion.sampled, bool)
+    if mask.shape != (n,):
+        raise TrajectoryError(f"{owner}: {n} token ids but 'sampled' has shape {list(mask.shape)}")
+    return mask
+
+
+def logprobs_of(completion: Completion, mask: NDArray[np.bool_], owner: str) -> NDArray[np.float32]:
+    """Log-probs float32 [T] of the sampled tokens. Raises TrajectoryError for what no policy can have sampled.
+
+    None or NaN in the list, or None for the list, means that the engine gave none (NaN; the learner uses ratio 1
+    there). Refused: -inf, values above 0 by more than rounding (LOGPROB_TOLERANCE), and another count than the
+    tokens'. A token that was not sampled has no log-prob, whatever stands there.
+    """
+    n = len(mask)
+    given: Any = completion.logprobs
+    logprobs = np.full(n, np.nan, np.float32) if given is None else np.array(given, np.float32)
+    if logprobs.shape != (n,):
+        found = len(logprobs) if logprobs.ndim == 1 else list(logprobs.shape)
+        raise TrajectoryError(f"{owner}: {n} token ids but {found} log-probs; refused, not cut")
+    logprobs[~mask] = np.nan
+    if impossible(logprobs):
+        with np.errstate(invalid="ignore"):
+            bad = logprobs[np.isinf(logprobs) | (logprobs > LOGPROB_TOLERANCE)]
+        raise TrajectoryError(f"{owner}: log-prob {float(bad[0])} of a sampled token")
+    return logprobs
 
 
 def to_trajectory(
@@ -70,11 +111,15 @@ def to_trajectory(
     reward: float,
     info: ModelInfo,
     full_routes: bool,
+    stop_token_ids: Collection[int] | None = None,
 ) -> Trajectory:
-    """One checked trajectory. Raises RouteError or TrajectoryError naming it on any misalignment."""
-    check_logprobs(completion, trajectory_id)
-    n = len(completion.token_ids)
-    mask = np.ones(n, bool)
+    """One checked trajectory. Raises RouteError or TrajectoryError naming it on any misalignment.
+
+    stop_token_ids: of the request, to see that a response which ended with "stop" holds its stop token.
+    """
+    check_tokens(completion, trajectory_id, info.vocab_size, stop_token_ids)
+    mask = loss_mask_of(completion, trajectory_id)
+    logprobs = logprobs_of(completion, mask, trajectory_id)
     counts = None
     if info.is_moe:
         check_routes(completion, num_prompt, info, trajectory_id)
@@ -89,7 +134,7 @@ def to_trajectory(
     return Trajectory(
         trajectory_id,
         np.asarray(completion.token_ids, np.int32),
-        np.asarray(completion.logprobs, np.float32),
+        logprobs,
         mask,
         completion.segments,
         reward,

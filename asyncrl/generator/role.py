@@ -15,6 +15,7 @@ from asyncrl.engines.torch_engine import TorchEngine
 from asyncrl.generator.loop import Generator
 from asyncrl.generator.sample import Sampler
 from asyncrl.models.describe import describe
+from asyncrl.models.device import pick_device
 from asyncrl.tasks.base import read_stop_token_ids
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
@@ -30,6 +31,9 @@ async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInf
     rows = config.generator.groups_in_flight * config.algorithm.group_size
     engine = TorchEngine(
         model, version=Version(0, -1), threads=config.generator.threads, max_rows=rows,
+        # float64 is for checks of the learner: sampling in it would only be slow.
+        dtype="bfloat16" if config.model.dtype == "bfloat16" else "float32", router_dtype=config.model.router_dtype,
+        device=pick_device(config.generator.device, "generator.device"),
         seed=hash_seed(config.run.seed, generator_id),
     )  # fmt: skip
     with contextlib.ExitStack() as stack:

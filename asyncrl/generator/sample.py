@@ -63,7 +63,7 @@ class Sampler:
         trajectories = tuple(
             to_trajectory(
                 c, f"{lease.group_id}#{lease.attempt}.{i}", len(prompt.token_ids), r, self.info,
-                self.config.full_routes,
+                self.config.full_routes, self.stop_token_ids,
             )
             for i, (c, r) in enumerate(zip(completions, rewards, strict=True))
         )  # fmt: skip

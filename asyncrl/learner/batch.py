@@ -76,7 +76,10 @@ def _row(group: Group, t: Trajectory, update: int, bound: int, info: ModelInfo) 
                 f"{len(info.layers)} MoE layers and {info.num_experts} experts"
             )
         # Histograms are kept per segment, so masking a segment removes exactly its counts.
-        counts = t.route_counts[fresh].sum(axis=0, dtype=np.int64)
+        if len(t.segments) == len(fresh) == 1:
+            counts = t.route_counts[0].astype(np.int64)
+        else:
+            counts = t.route_counts[fresh].sum(axis=0, dtype=np.int64)
     masked = int(t.loss_mask.sum() - mask.sum())
     return Row(
         t, group.prompt.token_ids, group.group_id, group.generator_id, group.temperature, mask, masked, lag, counts
@@ -88,7 +91,7 @@ class MicroBatch:
     """Padded rows. index [B] are the positions of the rows in the rank's row list.
 
     input_ids int64 [B, S]; targets int64 [B, S]; predict_mask bool [B, S]; rollout_logp fp32
-    [B, S], NaN where the engine gave none; temperature [B]; routes int64 [L, B, S, K] or None
+    [B, S], NaN where the engine gave none; temperature [B]; routes int16 [L, B, S, K] or None
     (-1 = native routing there). grad says whether its forward needs a graph.
     """
 
@@ -127,7 +130,7 @@ def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bo
     mask = np.zeros((b, s), bool)
     logp = np.zeros((b, s), np.float32)
     temperature = np.ones(b, np.float32)
-    routes = np.full((b, s, len(info.layers), info.top_k), -1, np.int64) if replay else None
+    routes = np.full((b, s, len(info.layers), info.top_k), -1, np.int16) if replay else None
     for i, row in enumerate(picked):
         p, t = len(row.prompt_ids), row.trajectory.num_tokens
         ids[i, :p] = row.prompt_ids
@@ -151,13 +154,14 @@ def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bo
     )
 
 
-def _routes_of(row: Row, info: ModelInfo) -> NDArray[np.int64]:
+def _routes_of(row: Row, info: ModelInfo) -> NDArray[np.int16]:
     t = row.trajectory
     want = (max(row.size - 1, 0), len(info.layers), info.top_k)
     if t.routes is None or t.routes.shape != want:
         got = None if t.routes is None else list(t.routes.shape)
         raise RouteError(f"{t.trajectory_id}: replay needs routes of shape {list(want)}, got {got}")
-    return t.routes.astype(np.int64)
+    # A sign is needed for -1; the hook keeps them in 16 bits too.
+    return t.routes.astype(np.int16)
 
 
 def micro_batches(sizes: Sequence[int], index: Sequence[int], budget: int, waste: float = 0.2) -> list[list[int]]:
@@ -181,6 +185,28 @@ def micro_batches(sizes: Sequence[int], index: Sequence[int], budget: int, waste
     if current:
         out.append(current)
     return out
+
+
+def spread(sizes: Sequence[int], index: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    """Split rows into exactly count micro-batches, the largest of which is as small as can be (to budget / 256).
+
+    For ranks that agreed on the largest number any of them needs under budget: a rank that needs fewer makes
+    smaller ones, because it runs as many forwards anyway. Spare ones are empty and come first, so that the
+    long rows of all ranks, which stand last, meet. count must not be below len(micro_batches(...)).
+    """
+    if not index:
+        return [[]] * count
+    high = budget
+    # A row above the budget stands alone whatever the limit of the others is.
+    low = max(1, -(-sum(sizes[i] for i in index if sizes[i] <= budget) // max(1, count)))
+    while high - low > budget // 256:
+        middle = (low + high) // 2
+        if len(micro_batches(sizes, index, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    split = micro_batches(sizes, index, high)
+    return [[]] * (count - len(split)) + split
 
 
 def padded_tokens(sizes: Sequence[int], batches: Sequence[Sequence[int]]) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from asyncrl import wire
 from asyncrl.arrays import Buffer
 from asyncrl.errors import NoAnswer, TransportError
+from asyncrl.learner.stop import Stopped
 from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.rendezvous import Place, address_at, wait_for_address
 from asyncrl.transport.sockets import Client
@@ -21,6 +22,9 @@ RESEND_S = 2.0
 
 REJOIN_S = 1.0
 """A replay that does not know this learner is introduced to it this often at most."""
+
+LISTEN_S = 0.25
+"""How often a waiting take looks whether the learner was told to stop."""
 
 MEANWHILE_S = 0.01
 """How often a waiting take looks whether there is something to announce."""
@@ -90,6 +94,8 @@ class ReplayClient:
         self._held: Version | None = None
         self.epoch = 0
         """Run epoch of all that is asked and told; set it before the first take."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Asked while a take waits; True makes it raise Stopped."""
         self._rejoined_at = -REJOIN_S
         try:
             self.welcome = self._hello(Limit(timeout_s, "run.start_timeout_s"))
@@ -140,8 +146,10 @@ class ReplayClient:
             self._socket.send(wire.encode(request))
             resend = time.monotonic() + min(RESEND_S, left)
             while (wait := resend - time.monotonic()) > 0:
-                frames = self._socket.recv(wait if meanwhile is None else min(wait, MEANWHILE_S))
+                frames = self._socket.recv(min(wait, LISTEN_S if meanwhile is None else MEANWHILE_S))
                 if frames is None:
+                    if isinstance(request, wire.Take) and self.stopping():
+                        raise Stopped
                     if meanwhile is not None and meanwhile():
                         break  # it may have passed over the answer: ask again
                     continue
@@ -180,10 +188,12 @@ class ReplayClient:
         world: int,
         timeout_s: float,
         meanwhile: Callable[[], bool] | None = None,
+        whole_s: float | None = None,
     ) -> Shard:
-        """This rank's shard of a take. Waits until replay has a whole take, at most timeout_s.
+        """This rank's shard of a take. Waits until replay has a whole take, at most timeout_s. Stopped: see `stopping`.
 
-        meanwhile: called often while it waits; True when it used this connection.
+        meanwhile: called often while it waits; True when it used this connection. whole_s: the whole wait that
+        NoAnswer speaks of, when this is the last slice of one.
         """
         deadline = time.monotonic() + timeout_s
         waiting, request = "nothing yet", wire.Take(take_id, update, rank, world, self.epoch)
@@ -203,7 +213,7 @@ class ReplayClient:
             if reply.ready:
                 return _shard(reply, buffers)
             waiting = reply.waiting
-        raise NoAnswer(f"no take for update {update} within {timeout_s:g} s; replay waits for: {waiting}")
+        raise NoAnswer(f"no take for update {update} within {whole_s or timeout_s:g} s; replay waits for: {waiting}")
 
     def commit(self, take_id: int, update: int, outcome: str, group_ids: Sequence[str], batch: int = 0) -> None:
         """Resolve the groups of one batch. update is the learner's clock after it, batch the batches before it."""

@@ -5,10 +5,8 @@ One Learner per rank under torchrun. Rank 0 alone commits, publishes and writes 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -16,16 +14,17 @@ import torch
 from asyncrl.config import Config
 from asyncrl.errors import TrainingError
 from asyncrl.learner.batch import Row, rows_of
-from asyncrl.learner.checkpoint import Checkpoints, Progress
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.client import ReplayClient, Shard, answer_limit
-from asyncrl.learner.fleet import FleetRates
-from asyncrl.learner.publish import export
+from asyncrl.learner.health import Skips
+from asyncrl.learner.publish import export, published_dtype
 from asyncrl.learner.publishing import Due, Publishing
-from asyncrl.learner.records import histograms, update_scalars
+from asyncrl.learner.recorder import Recorder
 from asyncrl.learner.shard import World, build_policy, init_world
 from asyncrl.learner.start import begin, evaluated, model_fingerprint
 from asyncrl.learner.step import Updater
-from asyncrl.learner.stop import StopSignal
+from asyncrl.learner.stop import Stopped, StopSignal, time_to_leave
+from asyncrl.learner.stored import Progress
 from asyncrl.learner.table import all_max
 from asyncrl.learner.taking import take_together
 from asyncrl.learner.update import Outcome, TakeState, run_update, score_take
@@ -44,18 +43,20 @@ MAX_UNFORCED = 10
 class Learner:
     """State of one rank. The clock is `update`; it advances only on a real optimizer step."""
 
-    def __init__(self, config: Config, run_dir: Path, world: World, stop: StopSignal | None = None) -> None:
+    def __init__(self, config: Config, run_dir: Path, world: World, stop: StopSignal) -> None:
         self.config, self.run_dir, self.world, self.stop = config, run_dir, world, stop
-        m, s = config.model, config.learner
-        self.info = describe(m.path)
+        s = config.learner
+        self.info = describe(config.model.path)
         replay = config.algorithm.routes == "r3"
-        self.policy = build_policy(m.path, m.dtype, m.attention, m.experts, s.logprob_chunk, replay, world)
+        self.policy = build_policy(config.model, s, replay, world)
         self.updater = Updater(self.policy, s, config.algorithm, world)
         r, limit_s = config.replay, config.run.start_timeout_s
         keys = client_keys(r.security, r.keys, r.client)
         # First the lock on the metrics: a second learner in this folder must not displace the first at replay.
         lock = hold(run_dir) if world.is_writer else None
-        self.checkpoints = Checkpoints(run_dir, model_fingerprint(config, self.info), s.keep_checkpoints, world)
+        self.checkpoints = Checkpoints(
+            run_dir, model_fingerprint(config, self.info), s.keep_checkpoints, world, s.checkpoint_timeout_s
+        )
         found = self.checkpoints.load(self.policy, self.updater)
         place, settings = r.connect or run_dir / "replay.address", config.shared_settings()
         self.client = ReplayClient(
@@ -70,27 +71,45 @@ class Learner:
             ) if world.is_writer else None
         )  # fmt: skip
         due = Due(n.sync_every, n.max_lag)
-        self.publishing = Publishing(self.publisher, world, due, s.collective_timeout_s, self.client.published)
+        told, dtype = self.client.published, published_dtype(self.policy, config.model)
+        self.publishing = Publishing(self.publisher, world, due, s.collective_timeout_s, told, dtype)
         # Between the micro-batches of a step.
         self.policy.register_forward_pre_hook(self._between)
-        self.fleet = FleetRates()
         start = begin(found, self.client.welcome, world)
         self.epoch, self.update, self.batches, self.carry = start.epoch, start.update, start.batches, start.carry
-        self.client.epoch = start.epoch
-        self.skipped, self.skipped_in_a_row = start.skipped, start.skipped_in_a_row
+        self.client.epoch, self.client.stopping = start.epoch, lambda: stop.asked
+        self.skips = Skips(s.max_skipped_updates, start.skips)
         self.unforced_in_a_row = start.unforced_in_a_row
         self.take_id = 0
-        self.saved, self.save_s = found.update if found is not None else -1, 0.0
         self.over = self._over()
         first = s.updates + 1 if self.over else start.update
-        self.sink = Sink(run_dir, config.logging.tensorboard, first, start.epoch > 0, lock) if world.is_writer else None
-        self.record_time = time.monotonic()
-        self.evaluations = evaluated(run_dir) if start.epoch else set()
+        self.recorder: Recorder | None = None
+        if world.is_writer:
+            known, g = evaluated(run_dir) if start.epoch else set(), config.logging
+            sink = Sink(run_dir, g.tensorboard, first, start.epoch > 0, lock)
+            self.recorder = Recorder(sink, self.client, self.info, known, g.histograms_every)
 
     def run(self) -> None:
-        """Train to the last update, publish it, and wait for the final evaluation."""
+        """Train to the last update, publish it, and wait for the final evaluation.
+
+        Told to stop, it ends behind the running update, with a last checkpoint: SystemExit.
+        """
         if self.over:
             return self.finish()
+        with self.stop.orderly(time_to_leave(self.config.run.shutdown_s)):
+            try:
+                self.train()
+            except Stopped:
+                self.leave()
+        # The last version is for the last evaluation; nobody else would load it before it is removed.
+        self.publish_if_due(final=self.config.eval.every > 0)
+        export(self.policy, self.config.model.path, self.run_dir / "model", self.world)
+        if self.world.is_writer:
+            self.client.done(self.update)
+        self.finish()
+
+    def train(self) -> None:
+        """Take after take, up to the last update."""
         self.publish_if_due()
         # No rank may ask for a take before replay heard of the run epoch, which makes earlier takes void.
         all_max([0.0], self.world)
@@ -99,16 +118,21 @@ class Learner:
             s = self.config.learner
             shard = take_together(
                 self.client, self.take_id, self.update, self.world, s.take_timeout_s, s.collective_timeout_s,
-                self.publishing.announce if self.publishing.unannounced else None,
+                self.publishing.announce if self.publishing.unannounced else None, self._seal,
             )  # fmt: skip
             self.train_on(shard, time.monotonic() - started)
             self.take_id += 1
-        # The last version is for the last evaluation; nobody else would load it before it is removed.
-        self.publish_if_due(final=self.config.eval.every > 0)
-        export(self.policy, self.config.model.path, self.run_dir / "model", self.world)
-        if self.world.is_writer:
-            self.client.done(self.update)
-        self.finish()
+
+    def leave(self) -> None:
+        """Save what is new, as far as the time for it goes, and end. A collective; what was trained is committed."""
+        c, u = self.checkpoints, self.update
+        known = c.newest if c.pending is None else c.pending.update
+        if self.config.learner.checkpoint_every and u > max(known, 0):
+            c.begin(self.policy, self.updater, self._progress())
+        c.settle(self.config.run.shutdown_s)
+        number = int(all_max([self.stop.number], self.world)[0])
+        log.warning("told to stop at update %d of %d; the newest checkpoint: %s", u, self.config.learner.updates, c)
+        raise SystemExit(128 + number)
 
     def _over(self) -> bool:
         """True when an earlier learner of this run made the last update, and was killed after it. A collective."""
@@ -118,8 +142,8 @@ class Learner:
     def finish(self) -> None:
         """What is left after the last update."""
         self.checkpoints.remove()
-        if self.world.is_writer:
-            self.wait_for_evaluations()
+        if self.recorder is not None:
+            self.recorder.wait_for_evaluations(self.config.eval.timeout_s + 30)
 
     def train_on(self, shard: Shard, waited: float) -> None:
         """Every batch of one take, one update each."""
@@ -137,13 +161,19 @@ class Learner:
                 self.info, self.world,
             )  # fmt: skip
             step_s = time.monotonic() - started
-            self.fleet.overlap.step(wall, time.time())
+            if self.recorder is not None:
+                self.recorder.stepped(wall, time.time())
             used_at = self.update
             self._advance(outcome)
             self._commit(shard.take_id, outcome)
+            self._seal()
+            stopping = any(all_max([self.stop.asked], self.world))
             last = m + 1 == len(shard.batches)
-            self.publish_if_due(self.config.staleness.updates_per_take if last else 1)
+            if not stopping:
+                self.publish_if_due(self.config.staleness.updates_per_take if last else 1)
             self._record(used_at, outcome, step_s, waited)
+            if stopping:
+                raise Stopped
             self._save_if_due(outcome)
             waited = 0.0
 
@@ -157,17 +187,10 @@ class Learner:
         if outcome.step.outcome == "stepped":
             self.update += 1
             self.carry = outcome.selection.carry
-            self.skipped_in_a_row = 0
+            self.skips.stepped()
             self._check_replay(outcome)
             return
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        log.warning("update %d skipped: %s", self.update, outcome.step.outcome)
-        if self.skipped_in_a_row >= self.config.learner.max_skipped_updates:
-            raise TrainingError(
-                f"{self.skipped_in_a_row} updates in a row were skipped (last: {outcome.step.outcome}) at update "
-                f"{self.update}; look at optim/grad_norm and filter/dropped, lower learner.lr or algorithm.rdc.q"
-            )
+        self.skips.note(outcome.step.reason, self.update)
 
     def _check_replay(self, outcome: Outcome) -> None:
         """R3 that forces nothing is a silent no-op: an error after MAX_UNFORCED updates."""
@@ -191,14 +214,19 @@ class Learner:
         every, u = self.config.learner.checkpoint_every, self.update
         if not every or u % every or outcome.step.outcome != "stepped" or u >= self.config.learner.updates:
             return
-        started = time.monotonic()
-        progress = Progress(
-            self.epoch, u, self.batches, self.carry, self.skipped, self.skipped_in_a_row, self.unforced_in_a_row
+        s, c = self.config.learner, self.checkpoints
+        if c.begin(self.policy, self.updater, self._progress()) and not s.async_checkpoints:
+            c.settle(s.checkpoint_timeout_s)
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.epoch, self.update, self.batches, self.carry, self.unforced_in_a_row, dict(self.skips.by_reason)
         )
-        with self.stop.held() if self.stop is not None else nullcontext():
-            if self.checkpoints.save(self.policy, self.updater, progress):
-                self.saved = u
-        self.save_s = time.monotonic() - started
+
+    def _seal(self) -> bool:
+        """Give a checkpoint that was written meanwhile its name. True while one is being written. A collective."""
+        self.checkpoints.settle()
+        return self.checkpoints.pending is not None
 
     def publish_if_due(self, num_batches: int = 1, final: bool = False) -> None:
         """Publish what is due before a take of num_batches, as far as the run still needs them. A collective."""
@@ -207,59 +235,24 @@ class Learner:
         self.publishing.publish_if_due(self.policy, version, self.batches, num_batches, final)
 
     def _record(self, used_at: int, outcome: Outcome, step_s: float, wait_s: float) -> None:
-        if self.sink is None:
+        if self.recorder is None:
             return
-        now = time.monotonic()
-        span, self.record_time = now - self.record_time, now
-        state = self.client.status()
-        scalars = update_scalars(outcome, self.info) | self.fleet.scalars(state, span)
-        scalars |= {
-            "optim/skipped_updates": float(self.skipped),
-            "optim/stepped": float(outcome.step.outcome == "stepped"),
-            "throughput/step_s": step_s,
-            "throughput/wait_s": wait_s,
+        others = {
+            **self.skips.scalars(),
             "throughput/sync_s": self.publishing.sync_s,
             **self.publishing.scalars(),
-            "throughput/update_s": span,
-            "throughput/learner_busy_fraction": min(1.0, step_s / span) if span > 0 else 0.0,
-            "throughput/learner_tokens_per_s": float(outcome.table["tokens"].sum()) / span if span > 0 else 0.0,
-            "throughput/fused_scoring": float(outcome.fused),
             "staleness/published": float(self.publishing.published),
             "run/epoch": float(self.epoch),
-            "run/checkpoint": float(self.saved),
-            "run/checkpoint_s": self.save_s,
+            **self.checkpoints.scalars(),
         }
-        every = self.config.logging.histograms_every
-        self.sink.write(used_at, scalars, histograms(outcome) if every and used_at % every == 0 else None)
         self.publishing.sync_s = 0.0
-        self._record_evaluations(state["evaluations"])
-
-    def _record_evaluations(self, evaluations: list[dict[str, object]]) -> None:
-        assert self.sink is not None
-        for e in evaluations:
-            if str(e["label"]) in self.evaluations:
-                continue
-            self.evaluations.add(str(e["label"]))
-            values = {f"eval/{k}": float(v) for k, v in e.items() if isinstance(v, int | float)}
-            self.sink.write(int(values["eval/version"]), values)
-            log.info("evaluation %s", json.dumps(e, default=str))
-
-    def wait_for_evaluations(self) -> None:
-        """Waits for replay to finish the last evaluation, at most eval.timeout_s and a margin."""
-        deadline = time.monotonic() + self.config.eval.timeout_s + 30
-        while time.monotonic() < deadline:
-            state = self.client.status()
-            self._record_evaluations(state["evaluations"])
-            if state["finished"]:
-                return
-            time.sleep(0.1)
-        log.warning("the last evaluation did not finish within %g s", self.config.eval.timeout_s + 30)
+        self.recorder.record(used_at, outcome, step_s, wait_s, others)
 
     def close(self) -> None:
         """Flush metrics and close sockets; published versions are removed."""
         self.client.close()
-        if self.sink is not None:
-            self.sink.close()
+        if self.recorder is not None:
+            self.recorder.close()
         self.publishing.close()
 
 
@@ -267,14 +260,23 @@ def run(config: Config, run_dir: Path) -> None:
     """The learner role. Raises TrainingError, TransportError or WeightSyncError with the cause."""
     torch.set_num_threads(config.learner.threads)
     torch.manual_seed(config.run.seed)
-    world = init_world(config.learner.collective_timeout_s)
+    world = init_world(config.learner.collective_timeout_s, config.learner.device)
     # Published versions and metrics are closed in order; other ranks may die at once.
-    stop = StopSignal() if world.is_writer else None
+    stop = StopSignal(hard=not world.is_writer)
     learner = Learner(config, run_dir, world, stop)
     try:
         learner.run()
+    except (Exception, SystemExit) as exc:
+        if not stop.asked:
+            raise
+        if stop.gave_up or not isinstance(exc, SystemExit):
+            # Ranks that were cut off tear the others out of their collectives.
+            log.warning(
+                "told to stop, and cut off in update %d after %g s (of run.shutdown_s): %r; the newest checkpoint: %s",
+                learner.update, time_to_leave(config.run.shutdown_s), exc, learner.checkpoints,
+            )  # fmt: skip
+        raise SystemExit(128 + stop.number) from exc
     finally:
-        if stop is not None:
-            stop.closing()
+        stop.closing()
         learner.close()
         torch.distributed.destroy_process_group()

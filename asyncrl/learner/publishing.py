@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from asyncrl.errors import TrainingError, WeightSyncError
-from asyncrl.learner.publish import host_copy
+from asyncrl.learner.publish import Cast, host_copy
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.table import all_max
 from asyncrl.types import Version
@@ -55,13 +55,17 @@ class Due(NamedTuple):
 class Publishing:
     """One per rank."""
 
-    def __init__(self, publisher: Publisher | None, world: World, due: Due, timeout_s: float, tell: Tell) -> None:
+    def __init__(
+        self, publisher: Publisher | None, world: World, due: Due, timeout_s: float, tell: Tell,
+        dtype: Cast | None = None,
+    ) -> None:  # fmt: skip
         """publisher: on rank 0, None elsewhere. timeout_s: longest time that one version may take to be written.
 
-        tell: called once per version on rank 0, by the learner's thread, when it is complete.
+        tell: called once per version on rank 0, by the learner's thread, when it is complete. dtype: in which weights
+        are published; None as they are held.
         """
         self._publisher, self._world, self._due, self._timeout_s = publisher, world, due, timeout_s
-        self._tell = tell
+        self._tell, self._dtype = tell, dtype
         self._job: _Job | None = None
         self._began = 0.0
         self.pending: Version | None = None
@@ -109,7 +113,7 @@ class Publishing:
     def _begin(self, policy: Policy, version: Version, batches: int) -> None:
         """Copy the weights to the host and start writing them. A collective; nothing may be pending."""
         assert self.pending is None, f"{self.pending} is still being written"
-        weights = host_copy(policy, self._world)
+        weights = host_copy(policy, self._world, self._dtype)
         self.pending, self._began = version, time.monotonic()
         if self._publisher is not None:
             self._job = _Job(self._publisher, version, weights, batches)

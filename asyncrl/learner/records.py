@@ -54,6 +54,16 @@ def histograms(outcome: Outcome) -> dict[str, NDArray[np.float64]]:
     }
 
 
+def work_scalars(outcome: Outcome) -> Scalars:
+    """How the scoring pass was cut into micro-batches: these alone depend on the ranks and the token budget."""
+    w = outcome.work
+    return {
+        "throughput/micro_batches": float(w.passes),
+        "throughput/pad_fraction": 1 - _ratio(outcome.table["input"].sum(), w.padded),
+        "throughput/oversized_rows": w.oversized,
+    }
+
+
 def policy_scalars(outcome: Outcome) -> Scalars:
     """Reward, length, entropy, optimizer."""
     t, s = outcome.table, outcome.step
@@ -149,6 +159,7 @@ def mismatch_scalars(t: Table, keep: Mask, would_drop: Mask) -> Scalars:
     kept = mismatch_of(t, keep)
     out = {f"mismatch/{k}": v for k, v in kept.items()}
     out["mismatch/missing_logprobs"] = float(t["missing"].sum())
+    out["mismatch/refused_responses"] = float(t["refused"].sum())
     for side, rows in (("kept", ~would_drop), ("filtered", would_drop)):
         part = mismatch_of(t, rows)
         out[f"mismatch/{side}/kl_k1"] = part["kl_k1"]

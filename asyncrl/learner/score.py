@@ -7,19 +7,26 @@ known to be zero are always scored without a graph.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algos.drift import expert_counts, layer_drift, route_drift
-from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches, padded_tokens
+from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches, padded_tokens, spread
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.table import all_max
 from asyncrl.types import ModelInfo
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +39,10 @@ class Scored:
 
     def padded(self, values: Sequence[Tensor]) -> Tensor:
         """Per-row values [S_i] of the whole rank, laid out like logp [B, S]; 0 beyond each row."""
-        out = torch.zeros_like(self.logp)
-        for j, i in enumerate(self.batch.index):
-            out[j, : len(values[i])] = values[i].to(out)
-        return out
+        if not self.batch.index:
+            return torch.zeros_like(self.logp)
+        mine = pad_sequence([values[i] for i in self.batch.index], batch_first=True)
+        return F.pad(mine.to(self.logp), (0, self.logp.shape[1] - mine.shape[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +59,58 @@ class Scores:
     fused: bool
 
 
+@functools.cache
+def _warn_of_long_rows(budget: int) -> None:
+    """Once in a process; throughput/oversized_rows counts them in every update."""
+    log.warning(
+        "a response with its prompt is longer than learner.micro_batch_tokens=%d and gets a micro-batch of its own: "
+        "the longest response, not the budget, sets the peak memory; raise learner.micro_batch_tokens, or lower "
+        "sampling.max_new_tokens if memory runs out", budget,
+    )  # fmt: skip
+
+
+class Work(NamedTuple):
+    """What the scoring pass ran. passes: forwards on each rank. Sums over ranks: padded, the tokens these processed,
+    pads included; oversized, the rows longer than the token budget, each alone in its micro-batch."""
+
+    passes: int
+    padded: float
+    oversized: float
+
+
+def work_of(scores: Scores, rows: Sequence[Row], budget: int) -> Work:
+    """The work of this rank."""
+    padded = sum(part.batch.input_ids.numel() for part in scores.parts)
+    return Work(len(scores.parts), float(padded), float(sum(r.size > budget for r in rows)))
+
+
 def plan(
     rows: Sequence[Row], silent: Sequence[bool], info: ModelInfo, budget: int, fuse: bool, replay: bool, world: World
 ) -> tuple[list[MicroBatch], bool]:
     """Micro-batches of the scoring pass and whether it is fused with the update.
 
-    silent rows need no gradient. Every rank gets the same number of micro-batches of each kind
-    (empty ones where needed), because each forward is a collective.
+    silent rows need no gradient. Every rank gets the same number of micro-batches of each kind, because each
+    forward is a collective: as many as the rank that needs most, and of similar size. Fused means that on every
+    rank the padded rows with a gradient take at most budget tokens together. A collective.
     """
     sizes = [r.size for r in rows]
-    loud = micro_batches(sizes, [i for i, s in enumerate(silent) if not s], budget)
-    quiet = micro_batches(sizes, [i for i, s in enumerate(silent) if s], budget)
+    if max(sizes, default=0) > budget:
+        _warn_of_long_rows(budget)
+    everything, index = range(len(rows)), [i for i, s in enumerate(silent) if not s]
+    loud, silent_index = micro_batches(sizes, index, budget), [i for i, s in enumerate(silent) if s]
+    counts = [len(micro_batches(sizes, part, budget)) for part in (silent_index, everything)]
     fits = padded_tokens(sizes, loud) <= budget
-    unfit, most_loud, most_quiet = all_max([float(not (fits and fuse)), len(loud), len(quiet)], world)
+    unfit, most_loud, most_quiet, most = map(int, all_max([float(not (fits and fuse)), len(loud), *counts], world))
+    if unfit:
+        split = spread(sizes, everything, budget, most)
+        return [collate(rows, i, info, False, replay) for i in split], False
+    # Without a graph first: then no graph waits in memory meanwhile.
+    batches = [collate(rows, i, info, False, replay) for i in spread(sizes, silent_index, budget, most_quiet)]
     # At least one forward with a graph per update, so that gradients exist (as zeros) everywhere.
-    loud += [[]] * (max(1, int(most_loud)) - len(loud))
-    quiet += [[]] * (int(most_quiet) - len(quiet))
-    fused = unfit == 0
-    parts = [collate(rows, i, info, fused, replay) for i in loud]
-    return parts + [collate(rows, i, info, False, replay) for i in quiet], fused
+    split = spread(sizes, index, budget, max(1, most_loud))
+    if padded_tokens(sizes, split) > budget:
+        split = [[]] * (len(split) - len(loud)) + loud
+    return batches + [collate(rows, i, info, True, replay) for i in split], True
 
 
 def score(

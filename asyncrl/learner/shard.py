@@ -5,11 +5,11 @@ Knows nothing of rewards, filters or losses.
 
 from __future__ import annotations
 
-import os
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.models.load import load_model
+from asyncrl.learner.layers import checkpoint_layers, compile_layers
+from asyncrl.models.device import pick_device
+from asyncrl.models.fill import fill_sharded, materialize
+from asyncrl.models.head import decoder_layers, output_head
+from asyncrl.models.load import skeleton
 from asyncrl.models.logprobs import token_logprobs
+from asyncrl.models.precision import float32_names, routers_in_float32
 from asyncrl.models.routes import RouteHook, discover_routers
+from asyncrl.sections.policy import ModelSection
+from asyncrl.sections.training import LearnerSection
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +46,24 @@ class World:
         return self.rank == 0
 
 
-def init_world(timeout_s: float) -> World:
-    """Join the process group that torchrun described in the environment.
+def init_world(timeout_s: float, device: Literal["auto", "cpu", "cuda"] = "auto") -> World:
+    """Join the process group that torchrun described in the environment; NCCL on GPUs, else gloo.
 
-    Waits for the other ranks at most timeout_s; the same bound holds for every collective.
+    Waits for the other ranks at most timeout_s; the same bound holds for every collective. device: as
+    learner.device; raises ConfigError when it asks for a GPU that is not there.
     """
-    cuda = torch.cuda.is_available()
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cuda", local) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout_s))
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    chosen = pick_device(device, "learner.device")
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    return World(dist.get_rank(), dist.get_world_size(), chosen)
 
 
 class Policy(nn.Module):
     """A causal language model whose forward returns log-probs, entropy and native routes.
 
-    The wrapper is the FSDP root, so that the output matrix is whole while log-probs are computed.
+    The wrapper is the FSDP root, so that the output matrix is whole while log-probs are computed. Raises ConfigError
+    for a family whose step from hidden states to logits is not known (models/head.py).
     """
 
     def __init__(self, model: Any, chunk: int, replay: bool) -> None:
@@ -62,6 +71,7 @@ class Policy(nn.Module):
         self.model = model
         self.chunk = chunk
         self.replay = replay
+        self.head = output_head(model)
         self.hook = RouteHook(model) if discover_routers(model) else None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -71,15 +81,17 @@ class Policy(nn.Module):
         """
         hidden_BSH = self._hidden(batch)
         mask_BS = batch.predict_mask
-        weight_VH = self.model.get_output_embeddings().weight
+        weight_VH, bias_V = self.head.tensors(self.model)
         temperature_N = batch.temperature[:, None].expand_as(mask_BS)[mask_BS]
-        picked_NH = hidden_BSH[mask_BS]
-        logp_N, entropy_N = token_logprobs(picked_NH, weight_VH, batch.targets[mask_BS], temperature_N, self.chunk)
+        logp_N, entropy_N = token_logprobs(
+            hidden_BSH[mask_BS], weight_VH, batch.targets[mask_BS], temperature_N, self.chunk,
+            bias_V=bias_V, scale=self.head.scale, soft_cap=self.head.soft_cap,
+        )  # fmt: skip
         logp_BS = logp_N.new_zeros(mask_BS.shape).masked_scatter(mask_BS, logp_N)
         entropy_BS = entropy_N.new_zeros(mask_BS.shape).masked_scatter(mask_BS, entropy_N)
         if logp_BS.requires_grad or hidden_BSH.requires_grad:
             # Keeps every parameter in the graph when no token counts, so that ranks stay in step.
-            logp_BS = logp_BS + 0.0 * (hidden_BSH.sum() + weight_VH.sum()).to(logp_BS.dtype)
+            logp_BS = logp_BS + _nothing(hidden_BSH, weight_VH, bias_V).to(logp_BS.dtype)
         return logp_BS, entropy_BS, self.hook.native if self.hook is not None else None
 
     def _hidden(self, batch: MicroBatch) -> Tensor:
@@ -95,6 +107,11 @@ class Policy(nn.Module):
         return hidden
 
 
+def _nothing(*tensors: Tensor | None) -> Tensor:
+    """0 that depends on one number of each tensor."""
+    return sum((0.0 * t.reshape(-1)[:1].sum() for t in tensors if t is not None), torch.zeros(()))
+
+
 def reshard(policy: Policy) -> None:
     """Back to sharded parameters after forwards that no backward followed (which would do it)."""
     for module in policy.modules():
@@ -102,26 +119,62 @@ def reshard(policy: Policy) -> None:
             module.reshard()
 
 
-def build_policy(
-    path: str,
-    dtype: str,
-    attention: str,
-    experts: str,
-    chunk: int,
-    replay: bool,
-    world: World,
-) -> Policy:
-    """Load, wrap and shard the policy over all ranks: one FSDP unit per decoder layer and a root.
+def build_policy(m: ModelSection, s: LearnerSection, replay: bool, world: World) -> Policy:
+    """Load, wrap and shard the policy over all ranks, compiled and checkpointed as the settings say.
 
-    bfloat16 computes in bf16 with fp32 sharded parameters (the optimizer's masters).
+    bfloat16 computes in bf16 with fp32 sharded parameters (the optimizer's masters) and reduces gradients in fp32.
     """
-    stored = "float64" if dtype == "float64" else "float32"
-    model = load_model(path, stored, attention=attention, experts=experts, device=str(world.device))
-    policy = Policy(model, chunk, replay)
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    mixed = dtype == "bfloat16"
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
-    for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
+    stored = "float64" if m.dtype == "float64" else "float32"
+    # No weights yet: each rank reads its own shard below, so that none ever holds the whole model.
+    model = skeleton(m.path, stored, attention=m.attention, experts=m.experts, device=world.device)
+    mixed = m.dtype == "bfloat16"
+    if mixed and m.router_dtype == "float32":
+        routers_in_float32(model)
+    policy = Policy(model, s.logprob_chunk, replay)
+    layers = decoder_layers(model)
+    if s.compile:
+        compile_layers(layers, policy.hook)
+    if s.activation_checkpointing:
+        checkpoint_layers(layers, policy.hook)
+    _shard(policy, layers, float32_names(model, m.router_dtype) if mixed else None, world)
+    materialize(policy, world.device)
+    fill_sharded(model, m.path)
     return policy
+
+
+def _shard(policy: Policy, layers: nn.ModuleList, wide: frozenset[str] | None, world: World) -> None:
+    """One FSDP unit per decoder layer and a root; wide: names that stay float32 while all else is rounded to bf16.
+
+    A module of a layer whose parameters all stay float32 (a router) becomes a unit of its own, because a unit has one
+    dtype. Inputs are not rounded: an engine does not do it either.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    exact = MixedPrecisionPolicy(cast_forward_inputs=False)
+    rounded = exact
+    if wide is not None:
+        rounded = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    own, left = _wide_modules(policy.model, layers, wide or frozenset())
+    for module in own:
+        fully_shard(module, mesh=mesh, mp_policy=exact)
+    if left:
+        log.warning(
+            "model.dtype=bfloat16: the learner rounds %s to bfloat16, which an engine keeps in float32; where that "
+            "matters, set model.dtype=float32", ", ".join(left),
+        )  # fmt: skip
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=rounded)
+    fully_shard(policy, mesh=mesh, mp_policy=rounded)
+
+
+def _wide_modules(model: nn.Module, layers: nn.ModuleList, wide: frozenset[str]) -> tuple[list[nn.Module], list[str]]:
+    """Modules inside the layers whose parameters all stay float32, and the names of such parameters outside of them."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    left = {name for name in names.values() if name in wide}
+    own: list[nn.Module] = []
+    for layer in layers:
+        for module in layer.modules():
+            held = [names[id(p)] for p in module.parameters()]
+            if held and left.issuperset(held):
+                own.append(module)
+                left.difference_update(held)
+    return own, sorted(left)

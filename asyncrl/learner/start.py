@@ -6,8 +6,8 @@ import logging
 from pathlib import Path
 
 from asyncrl.config import Config
-from asyncrl.learner.checkpoint import Progress, fingerprint
 from asyncrl.learner.shard import World
+from asyncrl.learner.stored import Progress, fingerprint
 from asyncrl.learner.table import all_max
 from asyncrl.metrics.sink import FILE, read_jsonl
 from asyncrl.types import ModelInfo, Version

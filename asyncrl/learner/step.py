@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches
+from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches, spread
+from asyncrl.learner.health import check_step
 from asyncrl.learner.objective import LossSums, Totals, batch_loss
+from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.score import Scored, Scores
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.table import all_max, all_sum
@@ -25,7 +27,7 @@ from asyncrl.types import ModelInfo
 class StepResult:
     """outcome: stepped, non_finite or filtered. grad_norm is before clipping, NaN when unknown.
 
-    clipped counts the tokens outside the clip range.
+    clipped counts the tokens outside the clip range. reason: of health.REASONS, "" for a step.
     """
 
     outcome: str
@@ -33,6 +35,7 @@ class StepResult:
     loss: float
     clipped: float
     lr: float
+    reason: str = ""
 
 
 class Updater:
@@ -43,8 +46,9 @@ class Updater:
         self._settings = settings
         self._algorithm = algorithm
         self._world = world
+        # Fused: one call instead of a dozen for each parameter.
         self._optimizer = torch.optim.AdamW(
-            policy.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            policy.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
 
     def update(
@@ -64,7 +68,7 @@ class Updater:
         tensor. A non-finite gradient anywhere makes every rank skip the step. A collective.
         """
         if totals.tokens <= 0:
-            return StepResult("filtered", math.nan, 0.0, 0.0, self._set_lr(update))
+            return StepResult("filtered", math.nan, 0.0, 0.0, self._set_lr(update), "filtered")
         sums = self.backward(rows, scores, old_logp, advantages, keep, totals, info)
         return self.apply(update, sums)
 
@@ -91,13 +95,19 @@ class Updater:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         loss, clipped = all_sum(sums.vector(), self._world)
-        outcome = "non_finite"
-        # The norm is global, so every rank takes the same branch.
-        if math.isfinite(grad_norm) and math.isfinite(loss):
+        # Both are global, so every rank takes the same branch.
+        reason = "" if math.isfinite(grad_norm) else "gradient"
+        reason = reason if math.isfinite(loss) else "loss"
+        if not reason:
             self._optimizer.step()
-            outcome = "stepped"
+            check_step(self._policy, update, self._world)
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult(outcome, grad_norm, loss, clipped, lr)
+        return StepResult("non_finite" if reason else "stepped", grad_norm, loss, clipped, lr, reason)
+
+    def skip(self, update: int, reason: str) -> StepResult:
+        """No backward and no step, for a reason of health.REASONS. No collective: every rank knows the reason."""
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult("non_finite", math.nan, math.nan, 0.0, self._set_lr(update), reason)
 
     def state(self) -> dict[str, Tensor]:
         """The optimizer's moments by name, as they are (writing to them is loading), and its step counts [P], a copy.
@@ -109,7 +119,7 @@ class Updater:
         for name, parameter in self._policy.named_parameters():
             state = self._optimizer.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
             steps.append(state["step"].reshape(1).cpu())
             for moment in ("exp_avg", "exp_avg_sq"):
@@ -123,8 +133,7 @@ class Updater:
             self._optimizer.state[parameter]["step"].fill_(float(step))
 
     def _set_lr(self, update: int) -> float:
-        s = self._settings
-        lr = s.lr * min(1.0, (update + 1) / s.warmup_updates) if s.warmup_updates else s.lr
+        lr = learning_rate(update, self._settings)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         return lr
@@ -136,9 +145,9 @@ class Updater:
         if scores.fused:
             return [p for p in scores.parts if p.batch.grad]
         wanted = [i for i in range(len(rows)) if bool(keep[i]) and float(advantages[i]) != 0.0]
-        split = micro_batches([r.size for r in rows], wanted, self._settings.micro_batch_tokens)
-        most = max(1, int(all_max([len(split)], self._world)[0]))
-        split += [[]] * (most - len(split))
+        sizes, budget = [r.size for r in rows], self._settings.micro_batch_tokens
+        most = max(1, int(all_max([len(micro_batches(sizes, wanted, budget))], self._world)[0]))
+        split = spread(sizes, wanted, budget, most)
         replay = any(p.batch.routes is not None for p in scores.parts)
         return _Lazy(self._policy, [collate(rows, i, info, True, replay) for i in split], self._world)
 

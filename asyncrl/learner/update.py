@@ -16,9 +16,10 @@ from asyncrl.algos.advantages import group_advantages, zero_variance
 from asyncrl.algos.select import Selection, select, select_outliers, select_random, unit_signal
 from asyncrl.config import Config
 from asyncrl.learner.batch import Row
+from asyncrl.learner.health import broken_weight, scoring_fault, usable
 from asyncrl.learner.mismatch_rows import mismatch_columns, tis_column
 from asyncrl.learner.objective import Totals
-from asyncrl.learner.score import Scores, native_drift, plan, score
+from asyncrl.learner.score import Scores, Work, native_drift, plan, score, work_of
 from asyncrl.learner.shard import Policy, World, reshard
 from asyncrl.learner.step import StepResult, Updater, row_logprobs
 from asyncrl.learner.table import Table, all_sum, gather, row_columns, row_names
@@ -43,6 +44,7 @@ class Outcome:
     step: StepResult
     forced_fraction: float
     fused: bool
+    work: Work
 
 
 @dataclass(slots=True)
@@ -76,7 +78,10 @@ def run_update(
     state carries pi_old when the take makes several updates; None means pi_old = pi.
     """
     a = config.algorithm
-    before = gather(row_names(rows), row_columns(rows), world)
+    rows, refused = usable(rows, info.top_k)
+    # Here every parameter is sharded; after a forward those of the root are not.
+    weight = broken_weight(policy)
+    before = gather(row_names(rows), row_columns(rows) | {"refused": refused}, world)
     rewards = torch.from_numpy(before["reward"])
     quiet = zero_variance(rewards, before.group_index)
     base = group_advantages(rewards, before.group_index, kind=a.advantage)
@@ -84,17 +89,24 @@ def run_update(
     scores = _score(policy, rows, silent, config.learner.scoring == "auto", config, info, world)
     current = row_logprobs(rows, scores)
     old = current if state is None else [state.old_logp[r.trajectory.trajectory_id] for r in rows]
+    fault = scoring_fault(weight, rows, scores, current, old, world)
     table = _scored_table(policy, rows, scores, old, update, before, config, info, world)
-    selection, would_drop, keep = choose(table, a, update, carry)
+    # Nothing may be chosen by numbers that are none.
+    selection, would_drop, keep = keep_all(table, carry) if fault else choose(table, a, update, carry)
     kept_only = keep if a.rdc.baseline == "retained" else None
     advantages = group_advantages(rewards, before.group_index, kind=a.advantage, keep=kept_only)
     totals = _totals(table, keep, config)
     mine = before.local
-    step = updater.update(update, rows, scores, old, mine(advantages), mine(keep), totals, info)
+    if fault:
+        step = updater.skip(update, fault)
+    else:
+        step = updater.update(update, rows, scores, old, mine(advantages), mine(keep), totals, info)
     reshard(policy)
-    forced, replayed = all_sum(scores.forced, world)
+    work = work_of(scores, rows, config.learner.micro_batch_tokens)
+    forced, replayed, padded, oversized = all_sum([*scores.forced, work.padded, work.oversized], world)
     share = forced / replayed if replayed else float("nan")
-    return Outcome(table, selection, would_drop, keep, advantages, totals, step, share, scores.fused)
+    work = work._replace(padded=padded, oversized=oversized)
+    return Outcome(table, selection, would_drop, keep, advantages, totals, step, share, scores.fused, work)
 
 
 def _score(
@@ -129,7 +141,11 @@ def _scored_table(
     layers = scores.layers
     every = config.algorithm.native_drift_every
     if policy.replay and every and update % every == 0:
-        columns["native_drift"], layers = native_drift(policy, rows, [p.batch for p in scores.parts], info, world)
+        native, layers = native_drift(policy, rows, [p.batch for p in scores.parts], info, world)
+        # What has no drift here has none there: no token, no counts, or log-probs that are none.
+        undefined = np.isnan(scores.drift)
+        native[undefined], layers[undefined] = np.nan, np.nan
+        columns["native_drift"] = native
     columns |= {f"layer_{layer}": layers[:, i] for i, layer in enumerate(info.layers)}
     return gather(row_names(rows), columns, world)
 
@@ -137,10 +153,8 @@ def _scored_table(
 def choose(table: Table, a: AlgorithmSection, update: int, carry: float) -> tuple[Selection, Tensor, Tensor]:
     """Selection over the whole batch; would_drop [n] and keep [n] differ under observe."""
     r: RdcSection = a.rdc
-    n = len(table)
     if r.mode == "off":
-        everything = torch.ones(n, dtype=torch.bool)
-        return Selection(everything, torch.zeros(n, dtype=torch.int64), carry, 0), ~everything, everything
+        return keep_all(table, carry)
     lengths = torch.from_numpy(table["length"]).to(torch.int64)
     signal = torch.from_numpy(table["drift"])
     if r.signal == "log_ratio":
@@ -160,6 +174,12 @@ def choose(table: Table, a: AlgorithmSection, update: int, carry: float) -> tupl
         chosen = select(signal, lengths, table.ids, r.q, r.buckets, r.bucket_edges, carry, update, r.on_undefined)
     keep = torch.ones_like(chosen.keep) if r.mode == "observe" else chosen.keep
     return chosen, ~chosen.keep, keep
+
+
+def keep_all(table: Table, carry: float) -> tuple[Selection, Tensor, Tensor]:
+    """As `choose`, when nothing is dropped."""
+    everything = torch.ones(len(table), dtype=torch.bool)
+    return Selection(everything, torch.zeros(len(table), dtype=torch.int64), carry, 0), ~everything, everything
 
 
 def _totals(table: Table, keep: Tensor, config: Config) -> Totals:

@@ -39,6 +39,8 @@ NAMES: dict[str, str] = {
     "optim/grad_norm": "gradient norm before clipping, over all ranks",
     "optim/lr": "learning rate of this update",
     "optim/skipped_updates": "batches so far that made no step (non-finite, or nothing left)",
+    "optim/skipped/<reason>": "of those, for one reason: weight, log_prob, loss, gradient (not finite on some rank), "
+    "filtered (nothing left); docs/learner.md says where to look",
     "optim/stepped": "1 when this batch made an optimizer step, else 0",
     # mismatch of rollout and learner probabilities, per token
     "mismatch/kl_k1": "mean(log mu - log pi): unbiased, may be negative",
@@ -50,6 +52,8 @@ NAMES: dict[str, str] = {
     "mismatch/ess": "effective sample size of the ratios as a share in (0, 1]",
     "mismatch/tis_weight_mean": "mean truncated importance weight",
     "mismatch/missing_logprobs": "tokens of this update without a rollout log-prob (weight 1)",
+    "mismatch/refused_responses": "responses of this update with an impossible rollout log-prob, which replay should "
+    "have refused; not trained",
     "mismatch/kept/kl_k1": "kl_k1 of the responses that RDC kept (or would keep, under observe)",
     "mismatch/kept/kl_k3": "kl_k3 of the responses that RDC kept (or would keep, under observe)",
     "mismatch/kept/f_2": "f_2 of the responses that RDC kept (or would keep, under observe)",
@@ -139,6 +143,9 @@ NAMES: dict[str, str] = {
     "throughput/wait_s": "seconds waited for this update's take",
     "throughput/update_s": "seconds between this record and the one before",
     "throughput/fused_scoring": "1 when scoring and update shared one forward, else 0",
+    "throughput/micro_batches": "forwards of the scoring pass on each rank",
+    "throughput/pad_fraction": "share of pads in the tokens that the scoring pass processed",
+    "throughput/oversized_rows": "responses with prompt above learner.micro_batch_tokens: alone in a micro-batch",
     # weights
     "weights/write_s": "seconds to check, write and hash the last published version, while the learner goes on",
     "weights/reused": "shm: versions so far that took the memory of a dropped one",
@@ -154,7 +161,9 @@ NAMES: dict[str, str] = {
     "run/epoch": "how often the learner was started again in this run: a record undoes those of its update and later "
     "with a lower epoch",
     "run/checkpoint": "update of the newest checkpoint, -1 without one",
-    "run/checkpoint_s": "seconds to write it",
+    "run/checkpoint_s": "seconds that the learner stood still for checkpoints since the record before",
+    "run/checkpoint_write_s": "seconds in which the slowest rank wrote the newest one, beside the training",
+    "run/checkpoint_failures": "checkpoints of this learner that came to nothing",
     # about the metrics themselves
     "metrics/nan": "values of this record that are not finite",
 }

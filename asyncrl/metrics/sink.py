@@ -66,6 +66,8 @@ class Sink:
             raise
         if tensorboard:
             self._start_events(first_update)
+        if resumed and self._events is not None:
+            self._repeat_evaluation(first_update)
 
     def write(
         self,
@@ -112,6 +114,16 @@ class Sink:
         try:
             self._events = EventWriter(self._dir / EVENTS, dashboard(), first_update)
         except Exception as exc:  # tensorboard is a convenience, the JSON lines hold the same
+            self._report("TensorBoard", exc)
+
+    def _repeat_evaluation(self, update: int) -> None:
+        """TensorBoard forgets step `update` of before; the version that the learner goes on from stays evaluated."""
+        assert self._events is not None
+        try:
+            records = timeline(read_jsonl(self._dir / FILE))
+            for record in (r for r in records if r["update"] == update and "eval/version" in r):
+                self._events.write(update, {k: v for k, v in record.items() if k not in _RESERVED})
+        except (OSError, ValueError) as exc:
             self._report("TensorBoard", exc)
 
     def _report(self, what: str, exc: Exception) -> None:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncrl.arrays import Buffer
-from asyncrl.types import ModelInfo, Version
-from asyncrl.wire import GroupHead, TrajectoryHead
+from asyncrl.types import ModelInfo, Version, impossible
+from asyncrl.wire import GroupHead
 
 ZERO_VARIANCE = 1e-6
 """Rewards that differ by no more than this are equal (the learner uses the same tolerance)."""
@@ -83,23 +83,31 @@ def problem(head: GroupHead, fewest: int, most: int, model: ModelInfo | None) ->
     if not _usual(head.logprobs):
         odd = next(i for i, part in enumerate(head.logprobs) if not _usual([part]))
         return "bad_logprob", f"{head.trajectories[odd].trajectory_id}: a sampled token has log-prob -inf or above 0"
-    return None if model is None else _bad_routes(head.trajectories, model)
+    if model is None:
+        return None
+    if not _in_vocabulary(head.token_ids, model.vocab_size):
+        odd = next(i for i, part in enumerate(head.token_ids) if not _in_vocabulary([part], model.vocab_size))
+        name = head.trajectories[odd].trajectory_id
+        return "bad_token", f"{name}: a token id is outside [0, {model.vocab_size})"
+    return _bad_routes(head, model)
 
 
 def _usual(parts: Sequence[Buffer]) -> bool:
     """A sampled token has neither probability 0 nor above 1; NaN means that the engine gave none."""
-    logprobs = np.frombuffer(b"".join(parts), np.float32)
-    if not len(logprobs):
-        return True
-    with np.errstate(invalid="ignore"):
-        lowest, highest = np.fmin.reduce(logprobs), np.fmax.reduce(logprobs)
-    return not (lowest == -np.inf or highest > 1e-3)
+    return not impossible(np.frombuffer(b"".join(parts), np.float32))
 
 
-def _bad_routes(trajectories: Sequence[TrajectoryHead], model: ModelInfo) -> tuple[str, str] | None:
+def _in_vocabulary(parts: Sequence[Buffer], vocab_size: int) -> bool:
+    """The learner could not look up an id beyond its vocabulary."""
+    # A negative id is a huge unsigned one.
+    ids = np.frombuffer(b"".join(parts), np.uint32)
+    return not len(ids) or int(ids.max()) < vocab_size
+
+
+def _bad_routes(head: GroupHead, model: ModelInfo) -> tuple[str, str] | None:
     """Counts or routes of another model. Their rows fit the tokens: the wire lets nothing else through."""
     layers, dtype = len(model.layers), model.route_dtype
-    for t in trajectories:
+    for t, buffer in zip(head.trajectories, head.routes, strict=True):
         counts, routes = t.route_counts, t.routes
         if counts is not None and counts.shape[1:] != (layers, model.num_experts):
             want = f"[{len(t.segments)}, {layers}, {model.num_experts}]"
@@ -107,4 +115,7 @@ def _bad_routes(trajectories: Sequence[TrajectoryHead], model: ModelInfo) -> tup
         if routes is not None and (routes.shape[1:] != (layers, model.top_k) or np.dtype(routes.dtype) != dtype):
             want = f"{dtype}[{routes.shape[0]}, {layers}, {model.top_k}]"
             return "bad_routes", f"{t.trajectory_id}: routes {routes.dtype}{list(routes.shape)}, expected {want}"
+        # The learner could not force an expert that the model does not have.
+        if buffer and int(np.frombuffer(buffer, dtype).max()) >= model.num_experts:
+            return "bad_routes", f"{t.trajectory_id}: an expert id is outside [0, {model.num_experts})"
     return None

@@ -50,7 +50,7 @@ class Exits:
                 self.give_back(entry)
 
     def evict(self, entry: Entry, reason: str) -> None:
-        """A finished group goes untrained; its prompt is leased again or given up, as on_evict says."""
+        """A finished group goes untrained; its prompt is leased again or, if it is stale, goes as on_evict says."""
         d = entry.digest
         assert d is not None and entry.state in (State.QUEUED, State.KEPT)
         self.resolved.append((entry.sender, entry.group_id))
@@ -62,9 +62,10 @@ class Exits:
         self.tally.leave_out(d, self.clock.update)
         # A late copy of this result must not come back in.
         entry.min_attempt = d.attempt + 1
-        # That a learner went back says nothing about the prompt.
-        entry.excused += reason == "lost_version"
-        if self.limits.on_evict == "drop":
+        # That a learner went back says nothing about the prompt, and must not cost the epoch one.
+        lost = reason == "lost_version"
+        entry.excused += lost
+        if self.limits.on_evict == "drop" and not lost:
             self._give_up(entry, reason)
         else:
             self.give_back(entry)

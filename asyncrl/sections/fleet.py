@@ -39,6 +39,8 @@ class GeneratorSection(Section):
     """Generators that `asyncrl run` starts; 0 when all are started by hand."""
     engine: Literal["torch"] = "torch"
     """Engine behind each generator."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the embedded engine computes; auto is cuda where torch sees a GPU."""
     model: str | None = Field(None, min_length=1)
     """Model folder of the generators; default: model.path. Must be the same architecture."""
     groups_in_flight: int = Field(32, ge=1, le=4096)

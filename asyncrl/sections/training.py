@@ -23,7 +23,7 @@ class StalenessSection(Section):
     patience: float = Field(3.0, ge=0, le=1_000_000)
     """Under wait: longest wait before an update, in median times to sample a group; then what is too old is evicted."""
     on_evict: Literal["requeue", "drop"] = "requeue"
-    """What happens to the prompt of an evicted group."""
+    """What happens to the prompt of a stale group. What a resumed learner threw away is always leased again."""
 
 
 class RdcSection(Section):
@@ -100,6 +100,13 @@ class LearnerSection(Section):
 
     ranks: int = Field(1, ge=1, le=1024)
     """Processes under torchrun."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the learner computes; auto is cuda where torch sees a GPU, one per rank."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of each decoder layer for the backward pass and compute the rest again: less memory, about
+    a third more time."""
+    compile: bool = False
+    """torch.compile of each decoder layer; the first updates are slow. Needs model.experts=grouped_mm."""
     updates: Positive = 120
     """Optimizer steps of the run."""
     lr: float = Field(3e-4, gt=0, le=1)
@@ -110,18 +117,26 @@ class LearnerSection(Section):
     """Decoupled weight decay."""
     warmup_updates: NonNegative = 5
     """Linear warm-up of the learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: lr, or falling from lr towards min_lr until the last update."""
+    min_lr: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine fall to: a learning rate, not a share of lr."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradient-norm clip."""
     micro_batch_tokens: Positive = 16384
     """Padded tokens per micro-batch."""
     logprob_chunk: Positive = 4096
-    """Rows of the logits that are materialised at once."""
+    """Rows of the logits that are materialised at once, at most; of a large vocabulary only a part (2^25 logits)."""
     scoring: Literal["auto", "separate"] = "auto"
     """auto: score and update share one forward when every rank's share fits one micro-batch."""
     checkpoint_every: NonNegative = 20
     """Updates between checkpoints, from which a killed learner goes on; 0 is never."""
     keep_checkpoints: int = Field(2, ge=1, le=1024)
     """Newest checkpoints that are kept."""
+    async_checkpoints: bool = True
+    """Write checkpoints while the next updates run; takes host memory for a copy of what a rank saves."""
+    checkpoint_timeout_s: Seconds = Field(600.0, ge=1)
+    """Longest wait for a checkpoint that is being written when the next one is due; that one is then left out."""
     threads: int = Field(1, ge=1, le=1024)
     """Torch threads per rank."""
     max_skipped_updates: Positive = 5

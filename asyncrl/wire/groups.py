@@ -47,7 +47,7 @@ class _GroupHeader(Struct):
 class GroupHead(NamedTuple):
     """What can be said of a received group without making its arrays; all of it is checked.
 
-    logprobs, loss_masks: their bytes, one buffer per trajectory.
+    token_ids, logprobs, loss_masks, routes: their bytes, one buffer per trajectory (routes: None without).
     """
 
     group_id: str
@@ -57,8 +57,10 @@ class GroupHead(NamedTuple):
     seconds: float
     prompt: PromptMsg
     trajectories: list[TrajectoryHead]
+    token_ids: list[Buffer]
     logprobs: list[Buffer]
     loss_masks: list[Buffer]
+    routes: list[Buffer | None]
 
 
 _IDS, _LOGPROBS, _MASK = np.dtype(np.int32), np.dtype(np.float32), np.dtype(bool)
@@ -128,13 +130,16 @@ def read_group(frames: Sequence[Buffer]) -> GroupHead:
     if sizes != received:
         raise WireError(_misfit(where, sizes, received))
     masks = [frames[i + 2] for i in starts]
+    # Behind ids, log-probs, mask and the counts, if there are some.
+    heads = zip(starts, head.trajectories, strict=True)
+    routes = [None if t.routes is None else frames[i + 3 + (t.route_counts is not None)] for i, t in heads]
     if not _is_bool(b"".join(masks)):
         raise WireError(f"{where}: loss_mask holds bytes that are no booleans")
     if not (math.isfinite(head.temperature) and head.temperature > 0):
         raise WireError(f"{where}: sampling temperature {head.temperature}")
     return GroupHead(
         head.group_id, head.generator_id, head.attempt, head.temperature, head.seconds, head.prompt,
-        head.trajectories, [frames[i + 1] for i in starts], masks,
+        head.trajectories, [frames[i] for i in starts], [frames[i + 1] for i in starts], masks, routes,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Completions to trajectories: histograms per segment, and everything misaligned is refused."""
+"""Completions to trajectories: histograms per segment, and everything misaligned is refused (B15, B19, B20)."""
 
 import numpy as np
 import pytest
@@ -26,8 +26,8 @@ def completion(num_prompt=3, num_tokens=4, segments=None, **changes) -> Completi
     return Completion(**(fields | changes))
 
 
-def make(c, num_prompt=3, full=False):
-    return to_trajectory(c, "0/p#0.1", num_prompt, 1.0, INFO, full)
+def make(c, num_prompt=3, full=False, stops=None):
+    return to_trajectory(c, "0/p#0.1", num_prompt, 1.0, INFO, full, stops)
 
 
 def test_counts_start_at_the_last_prompt_position():
@@ -79,20 +79,70 @@ def test_width_of_ids_comes_from_the_model_and_not_from_the_values():
         to_trajectory(completion(routes=routes.astype(np.uint8)), "a", 3, 0.0, big, True)
 
 
-def test_one_log_prob_too_many_is_refused_not_cut():
-    with pytest.raises(TrajectoryError, match="4 token ids but 5 log-probs"):
-        make(completion(logprobs=-np.ones(5, np.float32)))
+@pytest.mark.parametrize("count", [3, 5])
+def test_b19a_another_number_of_log_probs_is_refused_not_cut(count):
+    with pytest.raises(TrajectoryError, match=f"4 token ids but {count} log-probs"):
+        make(completion(logprobs=-np.ones(count, np.float32)))
 
 
-@pytest.mark.parametrize("bad", [-np.inf, 0.3])
-def test_impossible_log_prob_is_refused(bad):
-    with pytest.raises(TrajectoryError, match="log-prob"):
+@pytest.mark.parametrize("bad", [-np.inf, np.inf, 0.3, 2e-6])
+def test_b15_impossible_log_prob_is_refused(bad):
+    with pytest.raises(TrajectoryError, match=r"0/p#0\.1: log-prob .* of a sampled token"):
         make(completion(logprobs=np.array([-1, bad, -1, -1], np.float32)))
 
 
-def test_missing_log_prob_passes_as_nan():
-    t = make(completion(logprobs=np.array([-1, np.nan, -1, -1], np.float32)))
-    assert np.isnan(t.logprobs).tolist() == [False, True, False, False]
+def test_rounding_above_zero_passes_as_it_is():
+    assert make(completion(logprobs=[0.0, 1e-6, -1.0, -2.0])).logprobs[1] == np.float32(1e-6)
+
+
+@pytest.mark.parametrize("given", [[-0.1, None, float("nan"), -2.0], np.array([-0.1, np.nan, np.nan, -2], np.float32)])
+def test_b15_missing_log_probs_pass_as_nan(given):
+    t = make(completion(logprobs=given))
+    assert t.logprobs.dtype == np.float32
+    np.testing.assert_array_equal(t.logprobs, np.array([-0.1, np.nan, np.nan, -2], np.float32))
+
+
+def test_b15_an_engine_without_any_log_probs_gives_nan_for_each_token():
+    t = make(completion(logprobs=None))
+    assert np.isnan(t.logprobs).tolist() == [True] * 4 and t.loss_mask.all()
+
+
+def test_b19b_a_response_that_stopped_holds_its_stop_token_with_its_log_prob():
+    # Two stop tokens, 3 and 7: both kinds of end have as many log-probs as ids, and all of them train.
+    for end in (3, 7):
+        t = make(completion(token_ids=np.array([0, 1, 2, end], np.int32), logprobs=[-1, -1, -1, -0.25]), stops=(3, 7))
+        assert (t.token_ids[-1], t.logprobs[-1], t.loss_mask.tolist()) == (end, -0.25, [True] * 4)
+    with pytest.raises(TrajectoryError, match=r"ended with 'stop', but its last id 3 is no stop token \[5, 7\]"):
+        make(completion(), stops=(5, 7))
+    # A cut response, an empty one and one whose request had no stop tokens have none.
+    make(completion(finish_reason="length"), stops=(5, 7))
+    make(completion(num_tokens=0, segments=()), stops=(5, 7))
+
+
+@pytest.mark.parametrize("made_up", [0.0, None, -np.inf, 5.0])
+def test_b19c_a_token_that_was_not_sampled_is_never_trained_nor_believed(made_up):
+    t = make(completion(logprobs=[-1, -1, -1, made_up], sampled=np.array([True, True, True, False])))
+    assert t.loss_mask.tolist() == [True, True, True, False]
+    assert np.isnan(t.logprobs).tolist() == [False, False, False, True]
+    # Rows 2, 3, 4 predict the three sampled tokens; row 5 is not counted.
+    assert t.route_counts.tolist() == [[[1, 1, 1, 3], [1, 1, 1, 3]]]
+    with pytest.raises(TrajectoryError, match=r"4 token ids but 'sampled' has shape \[3\]"):
+        make(completion(sampled=np.ones(3, bool)))
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (None, "no token ids; the engine must return the ids that it sampled, not text"),
+        (np.array([0.0, 1.0, 2.0, 3.0]), r"token ids are float64\[4\]"),
+        (np.array([[0, 1], [2, 3]]), r"token ids are int64\[2, 2\]"),
+        (np.array([0, 1, 2, 10]), r"token ids span \[0, 10\], the vocabulary has 10"),
+        (np.array([0, -1, 2, 3]), r"token ids span \[-1, 3\]"),
+    ],
+)
+def test_b20_a_response_without_the_ids_that_were_sampled_is_refused(ids, words):
+    with pytest.raises(TrajectoryError, match=words):
+        make(completion(token_ids=ids))
 
 
 def test_masked_tokens_are_not_counted():

@@ -81,7 +81,7 @@ def learn(folders, groups, world, **algorithm):
     )
     info = describe(folders / "plain")
     replay = config.algorithm.routes == "r3"
-    policy = build_policy(config.model.path, "float32", "sdpa", "grouped_mm", 4096, replay, world)
+    policy = build_policy(config.model, config.learner, replay, world)
     updater = Updater(policy, config.learner, config.algorithm, world)
     outcome = run_update(policy, updater, rows_of(groups, 0, 0, info), 0, 0.0, None, config, info, world)
     return outcome, update_scalars(outcome, info)

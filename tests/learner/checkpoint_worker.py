@@ -1,23 +1,44 @@
-"""Trains on synthetic groups in every rank of a torchrun, and saves or loads a checkpoint on the way.
+"""Ranks that train on synthetic groups, save, are killed, and load: every scenario in real processes on gloo.
 
-Usage (under torchrun): checkpoint_worker.py MODEL_DIR BASE_YAML RUN_DIR OUT save|load. Update u trains the groups of
-seed u. save: 3 updates, a checkpoint, 3 more. load: the checkpoint, 3 more. OUT gets the state then and at the end.
+Usage: checkpoint_worker.py SCENARIOS.json. It imports torch once and forks the ranks of one scenario after the other,
+before there is any thread. Update u trains the groups of seed u. A scenario is a mapping:
+
+  name, world, model, run, base        which ranks, model folder, run folder and YAML file
+  overrides                            key=value settings
+  load                                 begin at the newest checkpoint
+  to                                   train up to this update
+  save                                 updates after which a checkpoint is begun
+  background                           false: wait for every checkpoint
+  faults                               {"kill": u, "full": u, "blind": true}: rank 1 is killed while it writes the
+                                       checkpoint of u; its disk is full then; it sees other files when it loads
+  out                                  gets what rank 0 knows at the end
 """
 
+import json
+import os
+import resource
+import signal
+import socket
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
 
 from asyncrl.config import load_config
-from asyncrl.learner import checkpoint
+from asyncrl.learner import checkpoint, shards
 from asyncrl.learner.batch import rows_of
-from asyncrl.learner.checkpoint import Checkpoints, Progress
+from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.shard import build_policy, init_world
 from asyncrl.learner.step import Updater
+from asyncrl.learner.stored import Progress
 from asyncrl.learner.update import run_update
 from asyncrl.models.describe import describe
 from tests.learner.groups import make_groups
+
+LIMIT_S = 240
+"""Longest time of one scenario."""
 
 
 def whole(policy, updater):
@@ -25,37 +46,114 @@ def whole(policy, updater):
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in tensors.items()}
 
 
-def main():
-    model_dir, base, run_dir, out, mode = sys.argv[1:6]
-    torch.set_num_threads(1)
-    world = init_world(60)
-    # Many slices, of which the ranks need different numbers.
-    checkpoint._SLICE_S, checkpoint._BLOCK = 0.0, 4096 * (1 + world.rank)
-    config = load_config(base, [f"model.path={model_dir}"])
-    info = describe(model_dir)
-    policy = build_policy(model_dir, config.model.dtype, "sdpa", config.model.experts, 64, False, world)
+def blind():
+    """This rank's listings are those of a disk that lags behind."""
+    checkpoint.names = lambda folder: ["u999"]
+    Path.exists = lambda self: False
+
+
+def killed_in_its_write():
+    def die(handle):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    shards.os.fsync = die
+
+
+def scenario(spec, world):
+    config = load_config(spec["base"], [f"model.path={spec['model']}", *spec.get("overrides", [])])
+    info = describe(spec["model"])
+    policy = build_policy(config.model, config.learner, config.algorithm.routes == "r3", world)
     updater = Updater(policy, config.learner, config.algorithm, world)
-    checkpoints = Checkpoints(Path(run_dir), "f", 2, world)
-    carry, start, states = 0.0, 0, []
-    if mode == "load":
+    checkpoints = Checkpoints(Path(spec["run"]), "f", spec.get("keep", 2), world, 60.0)
+    faults = spec.get("faults", {}) if world.rank == 1 else {}
+    torch.manual_seed(world.rank)
+    out = {"lr": [], "loaded": None, "saved": [], "random": [], "sealed_at": {}}
+    progress = Progress(0, 0, 0, 0.0)
+    if spec.get("load"):
+        if "blind" in faults:
+            blind()
         progress = checkpoints.load(policy, updater)
-        carry, start = progress.carry, progress.update
-        states.append(whole(policy, updater))
-    drawn = torch.get_rng_state()
-    for u in range(start, 6):
-        if mode == "save" and u == 3:
-            states.append(whole(policy, updater))
-            assert checkpoints.save(policy, updater, Progress(0, 3, 4, carry))
+        out["loaded"] = whole(policy, updater)
+    carry, start = progress.carry, progress.update
+    out["from"], out["carries"] = start, [carry]
+    for u in range(start, spec["to"]):
         groups = make_groups(info, 5, 4, seed=u, version=u)
         rows = rows_of(groups[world.rank :: world.size], u, u - config.staleness.max_lag, info)
+        drawn = torch.get_rng_state()
         outcome = run_update(policy, updater, rows, u, carry, None, config, info, world)
         assert outcome.step.outcome == "stepped"
+        assert torch.equal(torch.get_rng_state(), drawn), "an update drew a random number"
         carry = outcome.selection.carry
-    states.append(whole(policy, updater))
-    assert torch.equal(torch.get_rng_state(), drawn), "an update drew a random number: checkpoints must save the state"
+        out["carries"].append(carry)
+        out["lr"].append(outcome.step.lr)
+        out["random"].append(float(torch.rand(())))
+        was = checkpoints.newest
+        checkpoints.settle()
+        if checkpoints.newest != was:
+            out["sealed_at"][checkpoints.newest] = u + 1
+        if u + 1 in spec.get("save", []):
+            if faults.get("kill") == u + 1:
+                killed_in_its_write()
+            size = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if faults.get("full") == u + 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, size[1]))
+            saved = checkpoints.begin(policy, updater, Progress(0, u + 1, u + 1, carry))
+            if not spec.get("background", True):
+                saved = checkpoints.settle(60.0)
+            resource.setrlimit(resource.RLIMIT_FSIZE, size)
+            out["saved"].append(saved)
+    checkpoints.settle(60.0)
+    out |= {"end": whole(policy, updater), "newest": checkpoints.newest, "failures": checkpoints.failures}
+    out |= {"stood_s": checkpoints.stood_s, "write_s": checkpoints.write_s}
     if world.rank == 0:
-        torch.save({"states": states, "carry": carry}, out)
+        torch.save(out, spec["out"])
+
+
+def rank(spec, number, port):
+    os.environ |= {
+        "RANK": str(number), "WORLD_SIZE": str(spec["world"]), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    torch.set_num_threads(1)
+    world = init_world(60, "cpu")
+    # Many slices, of which the ranks need different numbers.
+    checkpoint._SLICE_S, shards.BLOCK = 0.0, 4096 * (1 + world.rank)
+    scenario(spec, world)
     torch.distributed.destroy_process_group()
+
+
+def run(spec):
+    """Exit statuses of the ranks, negative for a signal."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for number in range(spec["world"]):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                rank(spec, number, port)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(pid)
+    deadline, codes = time.monotonic() + LIMIT_S, {}
+    while len(codes) < len(children):
+        for number, pid in enumerate(children):
+            if number not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[number] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[n] for n in range(len(children))]
+
+
+def main():
+    results = {spec["name"]: run(spec) for spec in json.loads(Path(sys.argv[1]).read_text())}
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

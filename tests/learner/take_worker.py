@@ -13,7 +13,7 @@ from asyncrl.types import ModelInfo
 
 def main():
     file, out = Path(sys.argv[1]), Path(sys.argv[2])
-    world = init_world(10)
+    world = init_world(10, "cpu")
     client = ReplayClient(file, world.rank, ModelInfo((0, 1), 8, 2, 32, "f00d"), 60.0)
     shard = take_together(client, 0, 1, world, 300.0, 10.0)
     (out / str(world.rank)).write_text(str(shard.bounds))

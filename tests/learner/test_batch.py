@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from asyncrl.errors import RouteError
-from asyncrl.learner.batch import collate, micro_batches, padded_tokens, rows_of
+from asyncrl.learner.batch import collate, micro_batches, padded_tokens, rows_of, spread
+from asyncrl.learner.score import plan
+from asyncrl.learner.shard import World
 from asyncrl.types import Group, ModelInfo, Prompt, Segment, Trajectory, Version
 from tests.learner.groups import make_trajectory
 
@@ -124,6 +126,69 @@ def test_micro_batches_respect_the_budget_and_place_every_row_once():
 
 def test_row_longer_than_the_budget_gets_its_own_micro_batch():
     assert micro_batches([100, 3], [0, 1], 50) == [[1], [0]]
+
+
+def test_rows_spread_over_the_micro_batches_that_another_rank_needs():
+    # This rank alone would take [1, 2, 3], [4, 5] under 12 padded tokens; with three forwards to run anyway:
+    sizes = [1, 2, 3, 4, 5]
+    assert micro_batches(sizes, range(5), 12) == [[0, 1, 2], [3, 4]]
+    assert spread(sizes, range(5), 12, 2) == [[0, 1, 2], [3, 4]]
+    assert spread(sizes, range(5), 12, 3) == [[0, 1], [2, 3], [4]]
+
+
+def test_spare_micro_batches_are_empty_and_first_so_that_the_long_rows_of_all_ranks_meet():
+    assert spread([10, 10], [0, 1], 64, 3) == [[], [0], [1]]
+    assert spread([], [], 64, 2) == [[], []]
+
+
+def test_spread_makes_the_largest_micro_batch_as_small_as_the_number_allows():
+    rng = np.random.default_rng(2)
+    sizes = np.exp(rng.normal(3, 0.7, 40)).astype(int).clip(1, 100).tolist()
+    needed = len(micro_batches(sizes, range(40), 255))
+    for count in range(needed, needed + 6):
+        split = spread(sizes, range(40), 255, count)
+        assert len(split) == count
+        assert sorted(i for b in split for i in b) == list(range(40))
+        largest = max(padded_tokens(sizes, [b]) for b in split)
+        # One token less in the budget needs more micro-batches, or no row could be that small.
+        assert len(micro_batches(sizes, range(40), largest - 1)) > count or largest == max(sizes)
+    assert largest < 255
+
+
+def test_rows_longer_than_the_budget_do_not_loosen_it_for_the_others():
+    assert spread([100, 3, 3], [0, 1, 2], 6, 2) == [[1, 2], [0]]
+    assert spread([100, 3, 3], [0, 1, 2], 6, 3) == [[1], [2], [0]]
+
+
+def planned(lengths, silent, budget, fuse=True):
+    rows = rows_of([group_of(*[traced(f"t{i}", i, 3, n - 3) for i, n in enumerate(lengths)])], 5, 0, INFO)
+    batches, fused = plan(rows, silent, INFO, budget, fuse, False, World(0, 1, torch.device("cpu")))
+    return [(b.index, b.grad) for b in batches], fused
+
+
+def test_one_forward_serves_both_passes_when_what_trains_fits_the_budget():
+    # 2 x 6 padded tokens with a graph; the silent row is scored before, without one.
+    assert planned([5, 6, 9], [False, False, True], 12) == ([((2,), False), ((0, 1), True)], True)
+
+
+@pytest.mark.parametrize(("budget", "fuse"), [(10, True), (12, False)])
+def test_separate_scoring_has_no_graph_and_makes_no_difference_between_rows(budget, fuse):
+    batches, fused = planned([5, 6, 4], [False, False, True], budget, fuse)
+    assert not fused
+    assert not any(grad for _, grad in batches)
+    assert sorted(i for index, _ in batches for i in index) == [0, 1, 2]
+
+
+def test_a_row_above_the_budget_is_told_once(caplog):
+    for _ in range(2):
+        planned([5, 23], [False, False], 17)
+    (record,) = caplog.records
+    assert "longer than learner.micro_batch_tokens=17" in record.getMessage()
+
+
+def test_a_batch_without_anything_to_train_has_one_forward_with_a_graph():
+    # So that gradients exist, as zeros, on every rank.
+    assert planned([5, 6], [True, True], 100) == ([((0, 1), False), ((), True)], True)
 
 
 def test_empty_micro_batch_is_one_row_without_loss():

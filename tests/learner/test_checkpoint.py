@@ -2,55 +2,70 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from asyncrl.config import validate
 from asyncrl.errors import ConfigError
 from asyncrl.learner.checkpoint import Checkpoints, Progress
-from asyncrl.learner.shard import build_policy
-from asyncrl.learner.step import Updater
 from asyncrl.process import role_environment
 from tests.helpers.tiny_models import qwen3_moe
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.timeout(900)
-"""The first test waits for six runs of torchrun."""
+pytestmark = pytest.mark.timeout(600)
+
+BASE = """
+model: {path: x, dtype: float64, experts: eager}
+algorithm: {rdc: {q: 0.23}}
+learner: {updates: 4, warmup_updates: 1, lr: 0.01, lr_schedule: cosine, min_lr: 0.001}
+"""
+R3 = ["algorithm.routes=r3", "model.dtype=float32", "learner.weight_decay=0.1"]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """States by (mode, world of the save, world of the load). Waits for each torchrun at most 240 s."""
+    """Results and exit statuses by the scenario's name (checkpoint_worker.py)."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    qwen3_moe(hidden=32, layers=2, experts=8, top_k=2, vocab=64, seed=3).save_pretrained(folder / "model")
-    base = folder / "base.yaml"
-    base.write_text("model: {path: x, dtype: float64, experts: eager}\nalgorithm: {rdc: {q: 0.2}}\n")
+    qwen3_moe(hidden=16, layers=2, experts=32, top_k=2, vocab=32, seed=3).save_pretrained(folder / "model")
+    (folder / "base.yaml").write_text(BASE)
+    specs = []
 
-    def start(world, mode, run_dir, out):
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-                str(ROOT / "tests/learner/checkpoint_worker.py"), str(folder / "model"), str(base), str(run_dir),
-                str(out), mode,
-            ],
-            cwd=ROOT, env={**role_environment(1), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            timeout=240,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        return torch.load(out, weights_only=True)
+    def scenario(name, world, run, **more):
+        out = str(folder / f"{name}.pt")
+        shared = {"model": str(folder / "model"), "base": str(folder / "base.yaml"), "run": str(folder / run)}
+        specs.append({"name": name, "world": world, "out": out, "to": 4} | shared | more)
 
-    out = {}
-    for world in (1, 2):
-        run_dir = folder / f"run{world}"
-        out["save", world] = start(world, "save", run_dir, folder / f"save{world}.pt")
-        for other in (1, 2):
-            out["load", world, other] = start(other, "load", run_dir, folder / f"load{world}{other}.pt")
-    return out
+    for key, world, overrides in (("native1", 1, []), ("native2", 2, []), ("r3", 2, R3)):
+        scenario(f"straight-{key}", world, f"straight-{key}", overrides=overrides)
+        scenario(f"save-{key}", world, f"run-{key}", overrides=overrides, save=[2])
+        scenario(f"load-{key}", world, f"run-{key}", overrides=overrides, load=True)
+    for before in (1, 2):
+        scenario(f"other-{before}", 3 - before, f"run-native{before}", load=True)
+    scenario("full", 2, "full", save=[1, 2, 3], keep=1, background=False, faults={"full": 2})
+    scenario("killed", 2, "killed", save=[1, 3], faults={"kill": 3})
+    scenario("after-kill", 2, "killed", load=True, faults={"blind": True})
+    file = folder / "scenarios.json"
+    file.write_text(json.dumps(specs))
+    command = [sys.executable, str(ROOT / "tests/learner/checkpoint_worker.py"), str(file)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**role_environment(1), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    codes = json.loads(done.stdout.splitlines()[-1])
+    results = {s["name"]: torch.load(s["out"], weights_only=True) for s in specs if Path(s["out"]).exists()}
+    return SimpleNamespace(folder=folder, codes=codes, results=results, log=done.stderr)
+
+
+def result(runs, name):
+    assert set(runs.codes[name]) == {0}, (name, runs.codes[name], runs.log[-4000:])
+    return runs.results[name]
 
 
 def assert_equal(one, two):
@@ -59,29 +74,50 @@ def assert_equal(one, two):
         assert torch.equal(one[name], two[name]), name
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_three_updates_after_a_checkpoint_equal_three_without_one_bit_by_bit(runs, world):
-    saved, loaded = runs["save", world], runs["load", world, world]
-    assert_equal(saved["states"][0], loaded["states"][0])
-    assert_equal(saved["states"][1], loaded["states"][1])
-    assert saved["carry"] == loaded["carry"]
-    assert saved["states"][1]["optimizer.step"].tolist() == [6.0] * len(saved["states"][1]["optimizer.step"])
-    assert not torch.equal(*(s["model.lm_head.weight"] for s in saved["states"]))
+@pytest.mark.parametrize("key", ["native1", "native2", "r3"])
+def test_four_updates_equal_two_a_checkpoint_and_two_more_bit_by_bit(runs, key):
+    straight, saved, loaded = (result(runs, f"{what}-{key}") for what in ("straight", "save", "load"))
+    assert saved["saved"] == [True] and (loaded["from"], loaded["newest"]) == (2, 2)
+    assert saved["sealed_at"].get(2, 4) > 2, "it was not written while updates ran"
+    # Saving changes nothing, and nothing of the updates that ran meanwhile got into the checkpoint.
+    assert_equal(straight["end"], saved["end"])
+    assert_equal(straight["end"], loaded["end"])
+    assert loaded["carries"] == straight["carries"][2:] and any(loaded["carries"])
+    assert loaded["lr"] == straight["lr"][2:] and len(set(straight["lr"])) == 4
+    assert loaded["random"] == saved["random"][2:]
+    assert straight["end"]["optimizer.step"].tolist() == [4.0] * len(straight["end"]["optimizer.step"])
+
+
+def test_among_the_saved_experts_there_was_one_that_never_saw_a_token(runs):
+    # Recorded routes are random and reach all of them; those of the model itself do not.
+    end = result(runs, "load-native2")["end"]
+    moments = [t for n, t in end.items() if "exp_avg_sq" in n and "experts" in n]
+    assert any((m == 0).flatten(1).all(1).any() for m in moments)
 
 
 @pytest.mark.parametrize("before", [1, 2])
 def test_another_number_of_ranks_goes_on_from_the_same_numbers(runs, before):
-    saved, loaded = runs["save", before], runs["load", before, 3 - before]
-    assert_equal(saved["states"][0], loaded["states"][0])
-    for name, tensor in saved["states"][1].items():
-        torch.testing.assert_close(loaded["states"][1][name], tensor, rtol=0, atol=1e-9)
+    same, other = result(runs, f"load-native{before}"), result(runs, f"other-{before}")
+    assert_equal(same["loaded"], other["loaded"])
+    for name, tensor in same["end"].items():
+        torch.testing.assert_close(other["end"][name], tensor, rtol=0, atol=1e-9)
 
 
-@pytest.fixture(scope="module")
-def made(model_dir, world):
-    settings = validate({"model": {"path": model_dir}})
-    policy = build_policy(model_dir, "float32", "sdpa", settings.model.experts, 64, False, world)
-    return policy, Updater(policy, settings.learner, settings.algorithm, world)
+def test_a_full_disk_on_one_rank_costs_the_checkpoint_and_nothing_else(runs):
+    full = result(runs, "full")
+    assert (full["saved"], full["failures"], full["newest"]) == ([True, False, True], 1, 3)
+    assert_equal(full["end"], result(runs, "straight-native2")["end"])
+    assert "u2 was not written: [Errno 27] File too large" in runs.log
+    assert [f.name for f in (runs.folder / "full" / "checkpoints").iterdir()] == ["u3"]
+
+
+def test_a_rank_that_is_killed_in_a_save_leaves_the_checkpoint_before_and_rank_0_alone_decides_what_there_is(runs):
+    assert runs.codes["killed"][1] == -signal.SIGKILL and runs.codes["killed"][0] != 0
+    after = result(runs, "after-kill")
+    assert after["from"] == 1
+    for name, tensor in result(runs, "straight-native2")["end"].items():
+        assert torch.equal(after["end"][name], tensor), name
+    assert [f.name for f in (runs.folder / "killed" / "checkpoints").iterdir()] == ["u1"]
 
 
 @pytest.fixture
@@ -181,16 +217,6 @@ def test_a_checkpoint_that_cannot_be_sealed_leaves_nothing_that_fills_the_disk(m
     assert not checkpoints.save(*made, Progress(0, 4, 4, 0.0))
     assert "u4 was not written" in caplog.text
     assert sorted(f.name for f in folder.iterdir()) == ["u2", "u4"]
-
-
-def test_a_file_that_cannot_be_read_back_costs_the_checkpoint(made, checkpoints, tmp_path, caplog):
-    # A link to nowhere, beside the tensors.
-    aside = tmp_path / "checkpoints" / "u2.part"
-    aside.mkdir(parents=True)
-    (aside / "lost").symlink_to("nowhere")
-    assert not checkpoints.save(*made, Progress(0, 2, 2, 0.0))
-    assert "u2 was not written" in caplog.text and "lost" in caplog.text
-    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_disk_that_refuses_costs_the_checkpoint_and_not_the_run(made, checkpoints, tmp_path, caplog):

@@ -65,9 +65,10 @@ def test_a_learner_that_comes_after_the_last_update_trains_nothing():
     done = []
     learner.over, learner.world = True, WORLD
     learner.checkpoints = SimpleNamespace(remove=lambda: done.append("removed"))
-    learner.wait_for_evaluations = lambda: done.append("waited")
+    learner.config = validate({"model": {"path": "x"}, "eval": {"timeout_s": 5}})
+    learner.recorder = SimpleNamespace(wait_for_evaluations=lambda timeout_s: done.append(timeout_s))
     learner.run()
-    assert done == ["removed", "waited"]
+    assert done == ["removed", 35]
 
 
 def test_a_learner_asks_replay_whether_the_run_is_over():

@@ -21,7 +21,7 @@ def setup(model_dir, world, **sections) -> tuple[Config, Policy, Updater]:
     tree = {"model": {"path": model_dir}, "staleness": {"sync_every": 1}}
     tree.update(sections)
     config = validate(tree)
-    policy = build_policy(model_dir, "float32", "sdpa", "grouped_mm", 64, config.algorithm.routes == "r3", world)
+    policy = build_policy(config.model, config.learner, config.algorithm.routes == "r3", world)
     return config, policy, Updater(policy, config.learner, config.algorithm, world)
 
 
@@ -240,6 +240,35 @@ def test_dropped_responses_do_not_move_the_gradient_of_what_stays_under_retained
     stay = [float(a) for i, a in enumerate(out.advantages) if i != victim]
     assert stay == pytest.approx([1 / 3, -2 / 3, 1 / 3])
     assert float(out.advantages[victim]) == 0
+
+
+@pytest.mark.parametrize(
+    ("baseline", "q", "dropped", "expected"),
+    [
+        # The mean of all four is 3; of the three that stay 2/3. What is dropped has no gradient either way.
+        ("batch", 0.25, 1, {10: 7.0, 1: -2.0, 0: -3.0}),
+        ("retained", 0.25, 1, {10: 0.0, 1: 1 / 3, 0: -2 / 3}),
+        # One survivor has nobody to be compared with: 0, and no division by the spread of one.
+        ("retained", 0.9, 3, {10: 0.0, 1: 0.0, 0: 0.0}),
+    ],
+)
+def test_b21_each_baseline_by_its_name(model_dir, world, baseline, q, dropped, expected):
+    rdc = {"q": q, "baseline": baseline, "buckets": 1}
+    algorithm, info = {"advantage": "dr_grpo", "rdc": rdc, "correction": {"kind": "none"}}, describe(model_dir)
+    config, policy, updater = setup(model_dir, world, algorithm=algorithm)
+    groups = make_groups(info, 1, 4, 13)
+    victim = int(go(config, policy, updater, with_rewards(groups, [0] * 4), world, model_dir).table["drift"].argmax())
+    rewards = [1, 0, 1]
+    rewards.insert(victim, 10)
+    config, policy, updater = setup(model_dir, world, algorithm=algorithm)
+    out = go(config, policy, updater, with_rewards(groups, rewards), world, model_dir)
+    assert int((~out.keep).sum()) == dropped and not out.keep[victim]
+    assert out.advantages.tolist() == pytest.approx([expected[r] for r in rewards])
+    assert out.step.outcome == "stepped" and math.isfinite(out.step.loss)
+    # With every ratio 1 a token costs -A: the dropped response is no part of the loss.
+    tokens = out.table["tokens"]
+    alone = -sum(float(a) * t for a, t, k in zip(out.advantages, tokens, out.keep, strict=True) if k) / tokens.sum()
+    assert out.step.loss == pytest.approx(alone, abs=1e-6)
 
 
 def test_a_group_of_seven_trains_on_its_own_seven_rewards(model_dir, world):

@@ -114,6 +114,24 @@ def test_a_resumed_writer_appends_and_the_timeline_leaves_out_what_was_undone(tm
     ]  # fmt: skip
     assert [(r["update"], r["eval/epoch"]) for r in kept if "eval/version" in r] == [(1, 0), (2, 0), (3, 1)]
     assert [x for x, _ in points(tmp_path, "policy/reward")] == [0, 1, 2, 2]
+    # The same evaluations are left in both: that of version 2 is of the timeline that goes on.
+    assert points(tmp_path, "eval/epoch") == [(1, 0.0), (2, 0.0), (3, 1.0)]
+
+
+def test_after_two_kills_every_step_has_one_value_in_both_files(tmp_path):
+    for epoch, (first, last) in enumerate([(0, 9), (5, 7), (3, 7)]):
+        with Sink(tmp_path, first_update=first, resumed=epoch > 0) as sink:
+            for update in range(first, last + 1):
+                value = math.nan if update == 4 else update + epoch / 10
+                sink.write(update, {"policy/reward": value, "run/epoch": float(epoch)})
+    kept = timeline(read_jsonl(tmp_path / "metrics.jsonl"))
+    expected = [0.0, 1.0, 2.0, 3.2, math.nan, 5.2, 6.2, 7.2]
+    assert [r["update"] for r in kept] == list(range(8))
+    assert [r["policy/reward"] for r in kept] == pytest.approx(expected, nan_ok=True)
+    assert [r.get("metrics/nan") for r in kept] == [None] * 4 + [1.0] + [None] * 3
+    steps, values = zip(*points(tmp_path, "policy/reward"), strict=True)
+    assert list(steps) == list(range(8)) and list(values) == pytest.approx(expected, nan_ok=True)
+    assert points(tmp_path, "metrics/nan") == [(4, 1.0)]
 
 
 def test_what_was_written_survives_kill_9(tmp_path):

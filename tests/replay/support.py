@@ -33,7 +33,7 @@ def response(name: str, parts: Parts, reward: float = 0.0, epoch: int = 0, finis
         at += tokens
     return Trajectory(
         name,
-        np.arange(at, dtype=np.int32),
+        np.arange(at, dtype=np.int32) % MODEL.vocab_size,
         np.full(at, -0.5, np.float32),
         np.ones(at, bool),
         tuple(segments),

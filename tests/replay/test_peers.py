@@ -9,7 +9,7 @@ from asyncrl.replay.peers import BUSY_INTERVALS, MAX_GENERATORS, MAX_LEARNERS, P
 from asyncrl.wire import SCHEMA, GroupHead, Hello, PromptMsg
 
 HELLO = Hello(SCHEMA, "generator", "g0", "b0", [], 0, 0, 0, "", (0, 0))
-GROUP = GroupHead("0/a", "g0", 1, 1.0, 1.0, PromptMsg("a", [], "", "", ""), [], [], [])
+GROUP = GroupHead("0/a", "g0", 1, 1.0, 1.0, PromptMsg("a", [], "", "", ""), [], [], [], [], [])
 
 
 def test_generators_under_ever_new_names_fill_no_memory():

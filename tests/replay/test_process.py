@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from asyncrl import wire
@@ -38,7 +40,7 @@ def test_received_bytes_are_never_unpickled():
 
 
 def model_folder(path: Path) -> Path:
-    """A model folder without weights: a two-layer MoE and a character tokenizer."""
+    """A model folder with one weight in place of all: a two-layer MoE and a character tokenizer."""
     path.mkdir()
     characters = ["<eos>", *"0123456789+-=*()., ?abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ:\n"]
     vocab = {c: i for i, c in enumerate(characters)}
@@ -50,6 +52,7 @@ def model_folder(path: Path) -> Path:
         "vocab_size": len(vocab), "eos_token_id": 0,
     }  # fmt: skip
     (path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": np.zeros(2, np.float32)}, path / "model.safetensors")
     return path
 
 

@@ -315,10 +315,14 @@ def test_impossible_groups_are_refused_and_counted(change, reason):
     [
         ("logprobs", np.array([-1, -np.inf, -1, -1], np.float32), "bad_logprob"),
         ("logprobs", np.array([-1, 0.3, -1, -1], np.float32), "bad_logprob"),
+        ("logprobs", np.array([np.nan, 2e-6, np.nan, -1], np.float32), "bad_logprob"),
+        ("token_ids", np.array([0, 1, 2, 32], np.int32), "bad_token"),
+        ("token_ids", np.array([0, -1, 2, 3], np.int32), "bad_token"),
         ("route_counts", np.zeros((1, 3, 8), np.uint16), "bad_routes"),
         ("route_counts", np.zeros((1, 2, 9), np.uint16), "bad_routes"),
         ("routes", np.zeros((6, 2, 3), np.uint8), "bad_routes"),
         ("routes", np.zeros((6, 2, 2), np.uint16), "bad_routes"),
+        ("routes", np.full((6, 2, 2), 8, np.uint8), "bad_routes"),
     ],
 )
 def test_impossible_responses_are_refused_and_leased_again(field, value, reason):
@@ -336,7 +340,7 @@ def test_missing_logprobs_and_six_route_rows_are_fine():
     queue = make_queue()
     (lease,) = queue.lease("g0", V0, 1, 0.0).leases
     group = answer(lease)
-    logprobs = np.array([-1, np.nan, -1, 0.0], np.float32)
+    logprobs = np.array([-1, np.nan, 1e-6, 0.0], np.float32)
     good = replace(group.trajectories[0], logprobs=logprobs, routes=np.zeros((6, 2, 2), np.uint8))
     put = deliver(queue, replace(group, trajectories=(good, group.trajectories[1])), [b"group", b""], "g0")
     assert put.status == "admitted"

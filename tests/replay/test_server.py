@@ -436,7 +436,7 @@ def test_large_frames_are_handed_on_without_change(make_net):
     reply, buffers = learner.recv()
     group = wire.decode_group([b"group", *buffers])
     assert reply.frames == [len(buffers)] and group.num_tokens == 100_000
-    np.testing.assert_array_equal(group.trajectories[1].token_ids, np.arange(50_000))
+    np.testing.assert_array_equal(group.trajectories[1].token_ids, np.arange(50_000) % 32)
 
 
 # --- memory ---------------------------------------------------------------------------------------

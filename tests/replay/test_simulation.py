@@ -325,7 +325,7 @@ RARE: list[set[str]] = [
     {"stale", "doomed_lease"},
     {"max_attempts"},
     {"doomed_lease"},
-    {"doomed_lease", "no_room", "max_attempts"},
+    {"doomed_lease", "no_room"},
     {"no_room", "stale"},
     {"no_room", "doomed_lease"},
 ]

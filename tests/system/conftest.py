@@ -110,15 +110,18 @@ def start_run(tmp_path, char_model):
     """Start runs; whatever they leave behind is ended at teardown (and was a failure before)."""
     started = []
 
-    def start(name="r", *files, **changes) -> Run:
+    def start(name="r", *files, resume=False, **changes) -> Run:
+        """A new run, or, with resume, the one of that name from its own config with changes."""
         settings = SMALL | {"model.path": char_model, "run.dir": tmp_path, "run.name": name} | changes
         base = tmp_path / "base.yaml"
         base.write_text("{}\n")
         output = tmp_path / f"{name}.out"
-        arguments = [str(f) for f in files] + [f"{k}={v}" for k, v in settings.items()]
-        with open(output, "w") as out:
+        arguments = [str(base), *map(str, files), *(f"{k}={v}" for k, v in settings.items())]
+        if resume:
+            arguments = [str(tmp_path / name / "config.yaml"), "--resume", *(f"{k}={v}" for k, v in changes.items())]
+        with open(output, "a") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "asyncrl", "run", str(base), *arguments],
+                [sys.executable, "-m", "asyncrl", "run", *arguments],
                 cwd=ROOT, env=role_environment(1), stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             )  # fmt: skip
         run = Run(process, tmp_path / name, output)

@@ -1,0 +1,134 @@
+"""`asyncrl run --resume`: which run is continued, whether it can be, and what of its config may be another now."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config, load_config, save_config, validate
+from asyncrl.errors import ConfigError
+from asyncrl.learner.stored import newest
+from asyncrl.replay.snapshot import FILE as SNAPSHOT
+from asyncrl.replay.snapshot import SnapshotFile, fingerprint
+from asyncrl.types import ModelInfo
+
+CONFIG = "config.yaml"
+LOCKS = ("metrics.lock", "replay.lock")
+"""Held by the learner and by replay as long as they live."""
+
+FIXED = ("task.", "run.seed", "algorithm.group_size")
+"""Settings that say which prompts there are, in which order, and what their ids mean (or their prefix)."""
+_PLACE = ("run.dir", "run.name")
+
+
+def located(config: Config, files: Sequence[str]) -> Config:
+    """The config with run.dir and run.name of the folder from which a file was taken, if one is RUN/config.yaml.
+
+    So a folder that was moved, or a relative run.dir seen from another place, is found.
+    """
+    for file in map(os.path.abspath, files):
+        folder = Path(file).parent
+        if Path(file).name == CONFIG and any((folder / n).exists() for n in (SNAPSHOT, "checkpoints", *LOCKS)):
+            tree = config.model_dump(mode="json")
+            tree["run"] |= {"dir": str(folder.parent), "name": folder.name}
+            return validate(tree)
+    return config
+
+
+def resumable(config: Config, model: ModelInfo) -> list[str]:
+    """What will be done, in words; the run folder keeps `config`, and what it held before as config-<n>.yaml.
+
+    Raises ConfigError when there is nothing to resume, the run is over or running, or a setting cannot change.
+    """
+    folder = config.run_dir
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"nothing to resume: {folder} has no {CONFIG}; run without --resume to begin a run")
+    for name in LOCKS:
+        if _is_held(folder / name):
+            raise ConfigError(f"{folder} is in use: a process holds {name}; stop that run, or wait for it")
+    found, has_snapshot = newest(folder), (folder / SNAPSHOT).exists()
+    if found is None and not has_snapshot:
+        over = (folder / "model").is_dir()
+        why = "it made its last update, and model/ is there" if over else "it has neither checkpoints nor a snapshot"
+        raise ConfigError(f"nothing to resume in {folder}: {why}; run without --resume to begin a run")
+    saved = load_config(folder / CONFIG)
+    changes = differences(saved, config)
+    _check(changes, saved, config)
+    _check_snapshot(config, model, changes)
+    said = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items()]
+    if found is None:
+        said.append("there is no checkpoint yet: training begins again from model.path")
+    elif not has_snapshot:
+        said.append(f"{SNAPSHOT} is gone: every prompt is given out again, from the first")
+    if changes:
+        _replace(folder / CONFIG, config)
+    return said
+
+
+def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
+    """Values of both by key, where they differ; the place of the run folder is not compared."""
+    one, two = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    keys = [k for k in {**one, **two} if k not in _PLACE]
+    return {k: (one.get(k), two.get(k)) for k in keys if one.get(k) != two.get(k)}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def _check(changes: dict[str, tuple[Any, Any]], saved: Config, config: Config) -> None:
+    problems = [
+        f"{key}={new!r} was {old!r}, and cannot change within a run: prompts and their ids follow from it"
+        for key, (old, new) in changes.items()
+        if key.startswith(FIXED)
+    ]
+    dtypes = saved.model.dtype, config.model.dtype
+    if "float64" in dtypes and dtypes[0] != dtypes[1]:
+        problems.append(
+            f"model.dtype={dtypes[1]} was {dtypes[0]}, and cannot change within a run: checkpoints hold one precision"
+        )
+    if config.learner.updates < saved.learner.updates:
+        problems.append(
+            f"learner.updates={config.learner.updates} was {saved.learner.updates}: a run may get longer, not shorter"
+        )
+    if problems:
+        raise ConfigError("\n".join(f"{p}; set it back, or choose another run.name without --resume" for p in problems))
+
+
+def _check_snapshot(config: Config, model: ModelInfo, changes: dict[str, tuple[Any, Any]]) -> None:
+    """Replay would refuse a snapshot of another model, or one that is damaged, only after it was started."""
+    snapshot = SnapshotFile(config.run_dir, fingerprint(config, model)).read()
+    if snapshot is not None and snapshot.done and "learner.updates" in changes:
+        raise ConfigError(
+            f"{config.run_dir} made its last update, and only its last evaluation is open: learner.updates cannot "
+            f"become {config.learner.updates} any more; set it back to {changes['learner.updates'][0]}"
+        )
+
+
+def _is_held(lock: Path) -> bool:
+    if not lock.exists():
+        return False
+    with lock.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _replace(file: Path, config: Config) -> None:
+    """The roles read the new config; the old one stays beside it."""
+    number = 1
+    while (kept := file.with_name(f"config-{number}.yaml")).exists():
+        number += 1
+    aside = file.with_name(f"{CONFIG}.part")
+    save_config(config, aside)
+    shutil.copyfile(file, kept)
+    aside.replace(file)
