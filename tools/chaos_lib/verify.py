@@ -212,6 +212,7 @@ NEVER = [
     "group_size",
     "duplicate_trajectory",
     "bad_logprob",
+    "bad_token",
     "bad_routes",
     "refused_peer",
     "too_large",
