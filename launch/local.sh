@@ -98,16 +98,24 @@ look() { # look NAME: starts it again when it was killed; else notes its status 
     sleep 1 # what is killed again and again does not use up all its restarts at once
 }
 
-stop_all() { # SIGTERM to what still runs, SIGKILL to what is left after shutdown_s
+stop_all() { # SIGTERM to what still runs, SIGKILL to what is left after shutdown_s; see finish_learner
     local name deadline=$((SECONDS + shutdown_s))
+    finish_learner "$deadline"
     for name in "${!pid[@]}"; do
         running "$name" && kill -TERM "${pid[$name]}" 2> /dev/null
     done
     for name in "${!pid[@]}"; do
-        while running "$name" && [ $SECONDS -lt $deadline ]; do sleep 0.1; done
+        while running "$name" && [ $SECONDS -lt $((deadline + 2)) ]; do sleep 0.1; done
         running "$name" && kill -KILL "${pid[$name]}" 2> /dev/null
     done
     wait
+}
+
+finish_learner() { # finish_learner DEADLINE: it commits and saves its last update, for which replay must still be there
+    [ -n "${pid[learner]:-}" ] && running learner || return
+    kill -TERM "${pid[learner]}" 2> /dev/null
+    while running learner && [ $SECONDS -lt "$1" ]; do sleep 0.1; done
+    running learner && kill -KILL "${pid[learner]}" 2> /dev/null
 }
 
 signalled=0
