@@ -79,6 +79,7 @@ class Config(Section):
         values: dict[str, Any] = {f"task.{k}": v for k, v in self.task.model_dump(mode="json").items()}
         values |= {
             "run.seed": self.run.seed,
+            "model.router_dtype": self.model.router_dtype,
             "sampling.temperature": s.temperature,
             "sampling.max_new_tokens": s.max_new_tokens,
             "algorithm.group_size": a.group_size,
