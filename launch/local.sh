@@ -79,8 +79,9 @@ start() { # start NAME: that role in the background, with its own log
     echo "started $name (pid $!, log $run_dir/logs/$name.log)"
 }
 
-running() { # running NAME: true while its process has not ended
-    jobs -pr | grep -qx "${pid[$1]}"
+running() { # running NAME: true while its process has not ended; the shell reaps what has ended at once
+    # A builtin: an interrupt from the terminal would end a pipeline here, which reads as "not running".
+    kill -0 "${pid[$1]}" 2> /dev/null
 }
 
 look() { # look NAME: starts it again when it was killed; else notes its status once it has ended
