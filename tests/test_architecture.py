@@ -216,6 +216,13 @@ def calls(tree: ast.AST) -> Iterator[tuple[ast.Call, str]]:
             yield node, ast.unparse(node.func)
 
 
+def test_tools_and_tests_fork_no_process_either():
+    """A fork after torch, numba or zmq copies their locks and none of their threads."""
+    paths = [path for folder in ("tools", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(paths) > 100
+    assert [p.name for p in paths for _, name in calls(ast.parse(p.read_text())) if name == "os.fork"] == []
+
+
 def test_nothing_received_can_be_unpickled_or_evaluated():
     wrong = []
     for path in FILES:

@@ -1,9 +1,9 @@
 """Ranks that train on synthetic groups, save, are killed, and load: every scenario in real processes on gloo.
 
-Usage: checkpoint_worker.py SCENARIOS.json. It imports torch once and forks the ranks of one scenario after the other,
-before there is any thread. Update u trains the groups of seed u. A scenario is a mapping:
+Usage: checkpoint_worker.py RANK SCENARIOS.json, once for each rank. Scenarios run one after the other, each in a
+process group of its own. Update u trains the groups of seed u. A scenario is a mapping:
 
-  name, world, model, run, base        which ranks, model folder, run folder and YAML file
+  world, port, model, run, base        how many ranks, where they meet, model folder, run folder and YAML file
   overrides                            key=value settings
   load                                 begin at the newest checkpoint
   to                                   train up to this update
@@ -18,16 +18,13 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
-import time
-import traceback
 from pathlib import Path
 
 import torch
 
 from asyncrl.config import load_config
-from asyncrl.learner import checkpoint, shards
+from asyncrl.learner import checkpoint, shards, stored
 from asyncrl.learner.batch import rows_of
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.shard import build_policy, init_world
@@ -35,10 +32,8 @@ from asyncrl.learner.step import Updater
 from asyncrl.learner.stored import Progress
 from asyncrl.learner.update import run_update
 from asyncrl.models.describe import describe
+from asyncrl.process import end
 from tests.learner.groups import make_groups
-
-LIMIT_S = 240
-"""Longest time of one scenario."""
 
 
 def whole(policy, updater):
@@ -48,7 +43,7 @@ def whole(policy, updater):
 
 def blind():
     """This rank's listings are those of a disk that lags behind."""
-    checkpoint.names = lambda folder: ["u999"]
+    stored.names = lambda folder: ["u999"]
     Path.exists = lambda self: False
 
 
@@ -109,52 +104,26 @@ def scenario(spec, world):
         torch.save(out, spec["out"])
 
 
-def rank(spec, number, port):
+def rank(spec, number):
     os.environ |= {
         "RANK": str(number), "WORLD_SIZE": str(spec["world"]), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(spec["port"]),
     }  # fmt: skip
-    torch.set_num_threads(1)
     world = init_world(60, "cpu")
-    # Many slices, of which the ranks need different numbers.
-    checkpoint._SLICE_S, shards.BLOCK = 0.0, 4096 * (1 + world.rank)
     scenario(spec, world)
     torch.distributed.destroy_process_group()
 
 
-def run(spec):
-    """Exit statuses of the ranks, negative for a signal."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
-    for number in range(spec["world"]):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                rank(spec, number, port)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)
-        children.append(pid)
-    deadline, codes = time.monotonic() + LIMIT_S, {}
-    while len(codes) < len(children):
-        for number, pid in enumerate(children):
-            if number not in codes:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                if done:
-                    codes[number] = os.waitstatus_to_exitcode(status)
-                elif time.monotonic() > deadline:
-                    os.kill(pid, signal.SIGKILL)
-        time.sleep(0.01)
-    return [codes[n] for n in range(len(children))]
-
-
-def main():
-    results = {spec["name"]: run(spec) for spec in json.loads(Path(sys.argv[1]).read_text())}
-    print(json.dumps(results))
+def main(number, file):
+    torch.set_num_threads(1)
+    # Many slices, of which the ranks need different numbers.
+    checkpoint._SLICE_S, shards.BLOCK = 0.0, 4096 * (1 + number)
+    for spec in json.loads(Path(file).read_text()):
+        if number < spec["world"]:
+            rank(spec, number)
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]), sys.argv[2])
+    # As a role ends: gloo's threads may abort a process that takes itself apart.
+    end(0)

@@ -1,14 +1,13 @@
 """Two real ranks that start from model folders and compare with load_model, bit by bit; some save a checkpoint.
 
-Usage: fill_worker.py CASES.json OUT.json. It imports torch once and forks the ranks before there is any thread.
-CASES maps a name to folder, dtype and experts, and to a run folder where update 1 is to be saved: every parameter of
-the start model times 1.25. OUT gets, by the same names, what is wrong on any rank: an empty list is right.
+Usage: fill_worker.py RANK CASES.json OUT.json. CASES maps a name to folder, dtype and experts, and to a run folder
+where update 1 is to be saved: every parameter of the start model times 1.25. OUT gets, by the same names, what is
+wrong on any rank: an empty list is right.
 """
 
 import json
-import os
 import sys
-import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -26,8 +25,10 @@ from asyncrl.models.describe import describe
 from asyncrl.models.fill import fill_sharded, materialize
 from asyncrl.models.head import decoder_layers
 from asyncrl.models.load import load_model, skeleton
+from asyncrl.process import end
 
 RANKS = 2
+LIMIT = timedelta(seconds=120)
 
 
 def whole(tensor):
@@ -72,7 +73,7 @@ def save(run, world):
 
 def rank(number, cases, out):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=number, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{out}.store", rank=number, world_size=RANKS, timeout=LIMIT)
     mesh = init_device_mesh("cpu", (RANKS,))
     found = {}
     for name, case in json.loads(Path(cases).read_text()).items():
@@ -87,24 +88,7 @@ def rank(number, cases, out):
     dist.destroy_process_group()
 
 
-def main() -> None:
-    children = []
-    for number in range(RANKS):
-        child = os.fork()
-        if not child:
-            try:
-                rank(number, *sys.argv[1:3])
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-                status = 1
-            sys.stderr.flush()
-            os._exit(status)
-        children.append(child)
-    # When one fails, the other's next collective fails with the broken connection.
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    sys.exit(int(any(statuses)))
-
-
 if __name__ == "__main__":
-    main()
+    rank(int(sys.argv[1]), *sys.argv[2:])
+    # As a role ends: gloo's threads may abort a process that takes itself apart.
+    end(0)

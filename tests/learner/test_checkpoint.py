@@ -3,8 +3,6 @@
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +11,10 @@ import torch
 
 from asyncrl.errors import ConfigError
 from asyncrl.learner.checkpoint import Checkpoints, Progress
-from asyncrl.process import role_environment
+from tests.helpers.ranks import free_port, run_ranks
 from tests.helpers.tiny_models import qwen3_moe
 
-ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("checkpoint_worker.py")
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,33 +32,33 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     qwen3_moe(hidden=16, layers=2, experts=32, top_k=2, vocab=32, seed=3).save_pretrained(folder / "model")
     (folder / "base.yaml").write_text(BASE)
-    specs = []
+    phases = {"save": {}, "load": {}, "killed": {}, "after": {}}
 
-    def scenario(name, world, run, **more):
+    def scenario(phase, name, world, run, **more):
         out = str(folder / f"{name}.pt")
         shared = {"model": str(folder / "model"), "base": str(folder / "base.yaml"), "run": str(folder / run)}
-        specs.append({"name": name, "world": world, "out": out, "to": 4} | shared | more)
+        phases[phase][name] = {"world": world, "port": free_port(), "out": out, "to": 4} | shared | more
 
     for key, world, overrides in (("native1", 1, []), ("native2", 2, []), ("r3", 2, R3)):
-        scenario(f"straight-{key}", world, f"straight-{key}", overrides=overrides)
-        scenario(f"save-{key}", world, f"run-{key}", overrides=overrides, save=[2])
-        scenario(f"load-{key}", world, f"run-{key}", overrides=overrides, load=True)
+        scenario("save", f"straight-{key}", world, f"straight-{key}", overrides=overrides)
+        scenario("save", f"save-{key}", world, f"run-{key}", overrides=overrides, save=[2])
+        scenario("load", f"load-{key}", world, f"run-{key}", overrides=overrides, load=True)
     for before in (1, 2):
-        scenario(f"other-{before}", 3 - before, f"run-native{before}", load=True)
-    scenario("full", 2, "full", save=[1, 2, 3], keep=1, background=False, faults={"full": 2})
-    scenario("killed", 2, "killed", save=[1, 3], faults={"kill": 3})
-    scenario("after-kill", 2, "killed", load=True, faults={"blind": True})
-    file = folder / "scenarios.json"
-    file.write_text(json.dumps(specs))
-    command = [sys.executable, str(ROOT / "tests/learner/checkpoint_worker.py"), str(file)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**role_environment(1), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        timeout=500,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    codes = json.loads(done.stdout.splitlines()[-1])
-    results = {s["name"]: torch.load(s["out"], weights_only=True) for s in specs if Path(s["out"]).exists()}
-    return SimpleNamespace(folder=folder, codes=codes, results=results, log=done.stderr)
+        scenario("load", f"other-{before}", 3 - before, f"run-native{before}", load=True)
+    scenario("save", "full", 2, "full", save=[1, 2, 3], keep=1, background=False, faults={"full": 2})
+    scenario("killed", "killed", 2, "killed", save=[1, 3], faults={"kill": 3})
+    scenario("after", "after-kill", 2, "killed", load=True, faults={"blind": True})
+    codes, said, results = {}, "", {}
+    for phase, specs in phases.items():
+        # What goes on from a checkpoint does so in new processes.
+        file = folder / f"{phase}.json"
+        file.write_text(json.dumps(list(specs.values())))
+        ended = run_ranks(WORKER, 2, folder, file)
+        said += ended.said
+        codes |= {name: ended.codes[: spec["world"]] for name, spec in specs.items()}
+        outs = {name: spec["out"] for name, spec in specs.items() if Path(spec["out"]).exists()}
+        results |= {name: torch.load(out, weights_only=True) for name, out in outs.items()}
+    return SimpleNamespace(folder=folder, codes=codes, results=results, log=said)
 
 
 def result(runs, name):

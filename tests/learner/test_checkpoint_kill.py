@@ -1,23 +1,19 @@
 """B53: checkpoints that are written while updates run: killed at any instant, on a slow disk, on a full one."""
 
-import os
 import resource
 import shutil
-import signal
-import sys
 import threading
 import time
 
 import pytest
 import torch
 
-from asyncrl.learner import checkpoint, shards, stored
+from asyncrl.learner import shards, stored
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.stored import Progress, newest
+from tests.learner.killed_save import at_each_line, stop
 
 pytestmark = pytest.mark.timeout(300)
-
-TRACED = {checkpoint.__file__, shards.__file__, stored.__file__, shutil.__file__}
 
 
 def mark(policy, value):
@@ -30,50 +26,41 @@ def marked(policy):
     return value
 
 
-def killed_at(line, save):
-    """Fork, and kill the child before it runs that line of the code that saves, on whichever thread. True if it did."""
-    pid = os.fork()
-    if pid:
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    seen = [0]
+def kept_at_lines(run, folder, save):
+    """Copies of `run` as a kill before sampled lines of `save` would leave it, in the order of the lines."""
+    copies, next_at = [], [1]
 
-    def trace(frame, event, _):
-        if frame.f_code.co_filename not in TRACED:
-            return None
-        if event == "line":
-            seen[0] += 1
-            if seen[0] == line:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    threading.settrace(trace)
-    sys.settrace(trace)
-    try:
-        os._exit(0 if save() else 3)
-    finally:
-        os._exit(4)
-
-
-def test_killed_before_any_line_of_a_save_the_newest_complete_one_is_loaded(made, tmp_path, world, monkeypatch):
-    monkeypatch.setattr(shards, "BLOCK", 1 << 14)
-    first, run = tmp_path / "first", tmp_path / "run"
-    mark(made[0], 2.0)
-    assert Checkpoints(first, "f", 1, world).save(*made, Progress(0, 2, 2, 0.0))
-    mark(made[0], 4.0)
-    found, line, alive = [], 1, True
-    while alive:
-        shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(first, run)
-        alive = killed_at(line, lambda: Checkpoints(run, "f", 1, world).save(*made, Progress(0, 4, 4, 0.0)))
-        has_name = (run / "checkpoints" / "u4").exists()
-        progress = Checkpoints(run, "f", 1, world).load(*made)
-        assert progress == newest(run)
-        assert marked(made[0]) == progress.update == (4 if has_name else 2), line
-        assert not list((run / "checkpoints").glob("*.part"))
-        mark(made[0], 4.0)
-        found.append(progress.update)
+    def keep(line):
+        if line < next_at[0]:
+            return
+        copies.append(shutil.copytree(run, folder / f"line-{line:06d}"))
         # More of them in the part that gives the names.
-        line += 9 if has_name else 103
+        next_at[0] = line + (9 if (run / "checkpoints" / "u4").exists() else 103)
+
+    at_each_line(keep)
+    try:
+        assert save()
+    finally:
+        stop()
+    return copies
+
+
+def test_left_before_any_line_of_a_save_the_newest_complete_one_is_loaded(made, tmp_path, world, monkeypatch):
+    """With real kills: tests/long/test_killed_saves.py."""
+    monkeypatch.setattr(shards, "BLOCK", 1 << 14)
+    run = tmp_path / "run"
+    mark(made[0], 2.0)
+    assert Checkpoints(run, "f", 1, world).save(*made, Progress(0, 2, 2, 0.0))
+    mark(made[0], 4.0)
+    copies = kept_at_lines(run, tmp_path, lambda: Checkpoints(run, "f", 1, world).save(*made, Progress(0, 4, 4, 0.0)))
+    found = []
+    for left in [*copies, run]:
+        has_name = (left / "checkpoints" / "u4").exists()
+        progress = Checkpoints(left, "f", 1, world).load(*made)
+        assert progress == newest(left)
+        assert marked(made[0]) == progress.update == (4 if has_name else 2), left
+        assert not list((left / "checkpoints").glob("*.part"))
+        found.append(progress.update)
     assert found == sorted(found) and found.count(2) >= 20 and found.count(4) >= 3, found
 
 

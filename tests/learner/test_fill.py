@@ -4,8 +4,6 @@ Two ranks also save checkpoints, which `asyncrl export` turns into folders.
 """
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,11 +17,11 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.export import export_step
 from asyncrl.models.fill import fill_sharded, materialize
 from asyncrl.models.load import load_model, skeleton
-from asyncrl.process import role_environment
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny_models import FAMILIES, qwen3_dense, qwen3_moe
-from tests.learner.fill_worker import faults
+from tests.learner.fill_worker import RANKS, faults
 
-ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("fill_worker.py")
 SMALL = {"hidden_size": 16, "vocab_size": 35}
 
 # Name: builder, dtype of the learner, experts, size of a file. Odd sizes make shards uneven.
@@ -63,11 +61,8 @@ def two_ranks(folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     cases = {n: c | {"run": str(run_of(c)) if n in SAVED else None} for n, c in folders.items()}
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/learner/fill_worker.py"), folder / "cases.json", folder / "out.json"],
-        cwd=ROOT, env={**role_environment(1), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
+    ended = run_ranks(WORKER, RANKS, folder, folder / "cases.json", folder / "out.json")
+    assert ended.codes == [0] * RANKS, ended.said[-4000:]
     return json.loads((folder / "out.json").read_text())
 
 

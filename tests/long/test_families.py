@@ -19,23 +19,13 @@ every = pytest.mark.parametrize("family", [*SERVED, *variants()])
 
 
 @every
-@pytest.mark.parametrize(
-    "check",
-    [
-        family_checks.check_capture,
-        family_checks.check_replay,
-        family_checks.check_checkpointing,
-        family_checks.check_logprobs,
-        family_checks.check_packing,
-        family_checks.check_engine,
-    ],
-)
+@pytest.mark.parametrize("check", [*family_checks.LIVE, family_checks.check_engine])
 def test_live_model(family: str, check: Callable[[str], object]) -> None:
     check(family)
 
 
 @every
-@pytest.mark.parametrize("check", [family_checks.check_description, family_checks.check_names])
+@pytest.mark.parametrize("check", family_checks.FOLDER)
 def test_folder(family: str, check: Callable[[str, Path], None], tmp_path: Path) -> None:
     check(family, tmp_path)
 

@@ -8,13 +8,13 @@ the process held before: of its own memory (anonymous, what cannot be given back
 from __future__ import annotations
 
 import argparse
-import os
+import multiprocessing
 import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -30,9 +30,15 @@ from asyncrl.learner.step import Updater
 from asyncrl.learner.stored import Progress
 from asyncrl.models.describe import describe
 from asyncrl.models.load import load_model
+from asyncrl.process import end
 from tests.helpers.tiny_models import qwen3_moe
 
 MIB = 2**20
+LIMIT_S = 600
+"""Longest time of one set of processes, and of a collective."""
+
+Job = Callable[[Config, Path, World], list[str]]
+"""What the ranks of one set do, and the lines that each says."""
 
 
 def own_bytes() -> int:
@@ -96,28 +102,48 @@ def exported(config: Config, folder: Path, world: World) -> list[str]:
     return [f"asyncrl export: peak {peak.most / MIB:.0f}"]
 
 
-def in_ranks(job: Callable[[Config, Path, World], list[str]], config: Config, folder: Path, size: int) -> None:
-    """Fork the ranks, one process each, and print what every one says."""
-    sys.stdout.flush()
-    children = []
-    for number in range(size):
-        child = os.fork()
-        if not child:
-            try:
-                torch.set_num_threads(1)
-                store = f"file://{folder}/store-{job.__name__}-{size}"
-                dist.init_process_group("gloo", init_method=store, rank=number, world_size=size)
-                for line in job(config, folder, World(number, size, torch.device("cpu"))):
-                    print(f"rank {number} of {size}: {line} MiB", flush=True)
-                dist.destroy_process_group()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        children.append(child)
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    if any(statuses):
-        sys.exit("a rank failed")
+def settings(folder: Path) -> Config:
+    """The config of the model in folder."""
+    return validate({"model": {"path": str(folder / "model")}, "algorithm": {"rdc": {"mode": "off"}}})
+
+
+def rank(job: Job, folder: Path, number: int, size: int) -> None:
+    """One rank of a job, in a process of its own; prints what it says."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store-{job.__name__}-{size}"
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group("gloo", init_method=store, rank=number, world_size=size, timeout=limit)
+    for line in job(settings(folder), folder, World(number, size, torch.device("cpu"))):
+        print(f"rank {number} of {size}: {line} MiB", flush=True)
+    dist.destroy_process_group()
+    # As a role ends: gloo's threads may abort a process that takes itself apart.
+    end(0)
+
+
+def build(folder: Path, hidden: int, layers: int) -> None:
+    """Write the model, in a process of its own, so that no other one held it."""
+    model = qwen3_moe(hidden=hidden, layers=layers, experts=8, vocab=4096)
+    model.save_pretrained(folder / "model", max_shard_size="50MB")
+    sizes = [4 * p.numel() for p in model.parameters()]
+    print(f"model {sum(sizes) / MIB:.0f} MiB, its largest tensor {max(sizes) / MIB:.0f} MiB", flush=True)
+
+
+def in_processes(target: Callable[..., None], arguments: Sequence[tuple[object, ...]]) -> None:
+    """Spawn one process per tuple and wait for all, at most LIMIT_S; ends with a message when one failed."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=target, args=args, daemon=True) for args in arguments]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(0.1, deadline - time.monotonic()))
+    if any(process.exitcode != 0 for process in processes):
+        sys.exit("a process failed, or did not end in time")
+
+
+def in_ranks(job: Job, folder: Path, size: int) -> None:
+    """All ranks of a job."""
+    in_processes(rank, [(job, folder, number, size) for number in range(size)])
 
 
 def main() -> None:
@@ -129,19 +155,11 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        child = os.fork()
-        if not child:
-            model = qwen3_moe(hidden=options.hidden, layers=options.layers, experts=8, vocab=4096)
-            model.save_pretrained(folder / "model", max_shard_size="50MB")
-            sizes = [4 * p.numel() for p in model.parameters()]
-            print(f"model {sum(sizes) / MIB:.0f} MiB, its largest tensor {max(sizes) / MIB:.0f} MiB", flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-        config = validate({"model": {"path": str(folder / "model")}, "algorithm": {"rdc": {"mode": "off"}}})
-        in_ranks(loaded, config, folder, 1)
+        in_processes(build, [(folder, options.hidden, options.layers)])
+        in_ranks(loaded, folder, 1)
         for size in options.ranks:
-            in_ranks(started, config, folder, size)
-        in_ranks(exported, config, folder, 1)
+            in_ranks(started, folder, size)
+        in_ranks(exported, folder, 1)
 
 
 if __name__ == "__main__":
