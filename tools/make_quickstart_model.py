@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = load_config(args.config, [f"model.path={args.out}", *args.overrides])
         return build(args, config)
-    except AsyncRLError as exc:
+    except (AsyncRLError, ForeignFolder) as exc:
         print(f"make_quickstart_model: {exc}", file=sys.stderr)
         return 1
 
@@ -66,14 +66,8 @@ def build(args: argparse.Namespace, config: Config) -> int:
     chosen = {k: getattr(args, k) for k in ("seed", "steps", "batch") if getattr(args, k) is not None}
     recipe = Recipe(**chosen)
     wanted = {"format": FORMAT, "recipe": recipe.to_dict(), "task": config.task.model_dump(mode="json")}
-    found = read_recipe(args.out)
-    if found is not None and {k: found.get(k) for k in wanted} == wanted:
-        (args.out / "model.safetensors").touch()  # newer than its sources, for make
-        print(f"{args.out}: up to date")
+    if up_to_date(args.out, wanted):
         return 0
-    if found is None and args.out.exists() and any(args.out.iterdir()):
-        print(f"make_quickstart_model: {args.out} exists and was not made by this tool", file=sys.stderr)
-        return 1
     args.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.out.parent / f".{args.out.name}.{os.getpid()}"
     try:
@@ -84,6 +78,22 @@ def build(args: argparse.Namespace, config: Config) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"{args.out}: written")
     return 0
+
+
+class ForeignFolder(ValueError):
+    """The folder to write holds something else."""
+
+
+def up_to_date(folder: Path, wanted: dict[str, Any]) -> bool:
+    """True, and said, when the model in folder was made as wanted. ForeignFolder when no tool of ours made it."""
+    found = read_recipe(folder)
+    if found is not None and {k: found.get(k) for k in wanted} == wanted:
+        (folder / "model.safetensors").touch()  # newer than its sources, for make
+        print(f"{folder}: up to date")
+        return True
+    if found is None and folder.exists() and any(folder.iterdir()):
+        raise ForeignFolder(f"{folder} exists and was not made by this tool; name another folder")
+    return False
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:

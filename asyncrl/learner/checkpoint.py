@@ -41,10 +41,9 @@ from asyncrl.learner.stored import (
     Hashes,
     Progress,
     State,
-    age,
+    by_age,
     delete,
     flush,
-    names,
     read_state,
 )
 from asyncrl.learner.table import all_bytes, all_max
@@ -240,7 +239,7 @@ class Checkpoints:
         delete(final)
         aside.rename(final)
         flush(self._folder)
-        for old in sorted((self._folder / n for n in names(self._folder)), key=age, reverse=True)[self._keep :]:
+        for old in by_age(self._folder)[self._keep :]:
             delete(old)
 
     # --- reading --------------------------------------------------------------------------------
@@ -251,8 +250,7 @@ class Checkpoints:
         if self._world.is_writer:
             for left in self._folder.glob("*.part"):
                 shutil.rmtree(left, ignore_errors=True)
-            folders = sorted((self._folder / n for n in names(self._folder)), key=age, reverse=True)
-            seen = [self._look(folder) for folder in folders]
+            seen = [self._look(folder) for folder in by_age(self._folder)]
         return msgspec.json.decode(all_bytes(msgspec.json.encode(seen), self._world)[0], type=list[_Listed])
 
     def _look(self, folder: Path) -> _Listed:

@@ -18,12 +18,12 @@ from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, WeightSyncError
 from asyncrl.learner.saved import SavedModel
 from asyncrl.learner.start import model_fingerprint
-from asyncrl.learner.stored import FOLDER, age, names
+from asyncrl.learner.stored import FOLDER, by_age
 from asyncrl.models.describe import describe
 from asyncrl.models.folder import DTYPES, Stored, weights_of
 from asyncrl.models.load import skeleton
 from asyncrl.models.names import layout, stream
-from asyncrl.models.write import FolderWriter, Plan
+from asyncrl.models.write import FolderWriter, Plan, planned
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,7 @@ def _write(model: nn.Module, source: Source, plan: list[Plan], directory: Path, 
 
 def _plan(model: nn.Module, as_stored: dict[str, Stored] | None) -> list[Plan]:
     """What is to be written. as_stored: take the dtypes of these, else those of the model."""
-    live = model.state_dict()
-    plan = [Plan(p.hf_name, live[name].dtype, p.size) for name, pieces in layout(model).items() for p in pieces]
+    plan = planned(model)
     if as_stored is None:
         return plan
     # A folder with older names than transformers writes today has no word on some.
@@ -180,9 +179,9 @@ def _check_target(directory: Path, force: bool, taken: tuple[Path, ...]) -> Path
 
 def _step_folder(run_dir: Path, step: str) -> Path:
     """The folder of a step. ConfigError with the steps that there are."""
-    folders = sorted((run_dir / FOLDER / name for name in names(run_dir / FOLDER)), key=age)
+    folders = by_age(run_dir / FOLDER)
     if step == "last" and folders:
-        return folders[-1]
+        return folders[0]
     wanted = run_dir / FINAL if step == "final" else run_dir / FOLDER / f"u{step}"
     if wanted in folders or (step == "final" and (wanted / "config.json").is_file()):
         return wanted

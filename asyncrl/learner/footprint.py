@@ -42,11 +42,6 @@ def plan_of(config: Config, longest_prompt: int, device: str | None = None) -> P
     )
 
 
-def estimate_of(config: Config, longest_prompt: int) -> Estimate:
-    """Peak bytes of a rank. Raises ConfigError when the model folder cannot be read."""
-    return estimate(read_shape(config.model.path), plan_of(config, longest_prompt))
-
-
 def report(config: Config, longest_prompt: int, device_gib: float | None = None) -> list[str]:
     """The table and what fits, in lines. device_gib: a GPU's memory; default: of the first GPU, else a part of RAM.
 

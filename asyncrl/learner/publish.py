@@ -10,9 +10,9 @@ from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.learner.shard import Policy, World
-from asyncrl.models.names import layout, stream
+from asyncrl.models.names import stream
 from asyncrl.models.precision import float32_names
-from asyncrl.models.write import FolderWriter, Plan
+from asyncrl.models.write import FolderWriter, planned
 from asyncrl.sections.policy import ModelSection
 
 Cast = Callable[[str], torch.dtype | None]
@@ -59,16 +59,12 @@ class _Writing:
     """Rank 0's side of an export. What goes wrong is raised at the end: the other ranks walk to there."""
 
     def __init__(self, policy: Policy, directory: Path) -> None:
-        live = policy.model.state_dict()
-        plan = [
-            Plan(p.hf_name, live[name].dtype, p.size) for name, pieces in layout(policy.model).items() for p in pieces
-        ]
         self._directory = directory
         self._dtype = str(next(policy.parameters()).dtype).removeprefix("torch.")
         self._writer: FolderWriter | None = None
         self._why: Exception | None = None
         try:
-            self._writer = FolderWriter(directory, plan)
+            self._writer = FolderWriter(directory, planned(policy.model))
         except OSError as exc:
             self._why = exc
 
@@ -87,7 +83,7 @@ class _Writing:
             try:
                 self._writer.copy_rest(start, self._dtype)
                 self._writer.finish()
-            except OSError as exc:
+            except (OSError, WeightSyncError) as exc:
                 self._why = exc
         if self._why is not None:
             if self._writer is not None:

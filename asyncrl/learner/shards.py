@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,15 +24,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.step import Updater
+from asyncrl.models import finite
+from asyncrl.models.write import WORDS, header_bytes
 
 BLOCK = 2**24
 """Bytes that are written or read at once."""
-
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Names of dtypes in a safetensors header."""
 
 WRITING, WRITTEN, FAILED = 2.0, 0.0, 1.0
 """States of a job; the maximum over ranks is the state of the checkpoint."""
@@ -56,7 +51,7 @@ def _model(policy: Policy) -> Iterator[tuple[str, Tensor]]:
 def is_finite(tensor: Tensor) -> bool:
     """False when this rank's part holds NaN or infinity."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return not local.is_floating_point() or bool(torch.isfinite(local).all())
+    return finite.is_finite(local)
 
 
 class Piece(NamedTuple):
@@ -138,12 +133,10 @@ def _bytes(parts: list[tuple[str, Piece]]) -> Iterator[memoryview]:
     end = 0
     for name, (_, values) in parts:
         start, end = end, end + values.nbytes
-        header[name] = {"dtype": DTYPES[values.dtype], "shape": list(values.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": WORDS[values.dtype], "shape": list(values.shape), "data_offsets": [start, end]}
     info = {name: {"saved_offsets": list(offsets)} for name, (offsets, _) in parts}
     header["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(struct.pack("<Q", len(text)) + text)
+    yield memoryview(header_bytes(header))
     for _, (_, values) in parts:
         yield values.reshape(-1).view(torch.uint8).numpy().data
 

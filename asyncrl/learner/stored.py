@@ -55,10 +55,14 @@ def read_state(folder: Path) -> State:
     return msgspec.json.decode((folder / STATE).read_bytes(), type=State)
 
 
+def by_age(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, the newest first."""
+    return sorted((folder / name for name in names(folder)), key=age, reverse=True)
+
+
 def newest(run_dir: Path) -> Progress | None:
     """Where a learner of this run folder would go on, as far as the names and state.json say; reads no tensor."""
-    folders = sorted((run_dir / FOLDER / n for n in names(run_dir / FOLDER)), key=age)
-    for folder in reversed(folders):
+    for folder in by_age(run_dir / FOLDER):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             return read_state(folder).progress
     return None

@@ -41,11 +41,6 @@ class OutputHead:
     bias: bool
     vocab_size: int
 
-    @property
-    def is_plain(self) -> bool:
-        """Logits are just hidden weight^T."""
-        return self.scale == 1.0 and self.soft_cap is None and not self.bias
-
     def tensors(self, model: nn.Module) -> tuple[Tensor, Tensor | None]:
         """The live weight [V, H] and bias [V] or None of model, without padding rows; sharded ones as they are."""
         module: Any = getattr(model, self.name)

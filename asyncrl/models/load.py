@@ -17,6 +17,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.models.describe import describe, read_config
 from asyncrl.models.families import attention_of
 from asyncrl.models.folder import weights_of
+from asyncrl.models.names import some
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ def skeleton(
         raise ConfigError(f"model.path {str(path)!r} cannot be loaded: {exc}") from exc
     _check(path, info)
     if info["unexpected_keys"]:
-        log.warning("model.path=%s holds weights that the model does not use: %s", path, _some(info["unexpected_keys"]))
+        log.warning(
+            "model.path=%s holds weights that the model does not use: %s", path, some(sorted(info["unexpected_keys"]))
+        )
     model.config.name_or_path = str(path)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -129,11 +132,6 @@ def _check(path: str | Path, info: dict[str, Any]) -> None:
     """Raise what transformers would fill at random: missing weights and those of another shape."""
     wrong = [f"{name} {tuple(stored)} for {tuple(needed)}" for name, stored, needed in info["mismatched_keys"]]
     faults = {"lacks weights": info["missing_keys"], "has weights of another shape than config.json says": wrong}
-    texts = [f"{fault}: {_some(names)}" for fault, names in faults.items() if names]
+    texts = [f"{fault}: {some(sorted(names))}" for fault, names in faults.items() if names]
     if texts:
         raise ConfigError(f"model.path {str(path)!r} {'; it '.join(texts)}")
-
-
-def _some(names: set[str] | list[str]) -> str:
-    shown = sorted(names)[:5]
-    return ", ".join(shown) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

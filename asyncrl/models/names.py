@@ -142,7 +142,7 @@ class Loader:
             if name in given and tuple(given[name].shape) != shape
         ]
         faults = {"missing": missing, "extra": extra, "wrong shape": wrong}
-        texts = [f"{kind}: {_some(names)}" for kind, names in faults.items() if names]
+        texts = [f"{kind}: {some(names)}" for kind, names in faults.items() if names]
         if texts:
             raise WeightSyncError(f"weights do not fit the model; {'; '.join(texts)}")
 
@@ -154,7 +154,7 @@ def layout(model: nn.Module) -> dict[str, list[Piece]]:
         known = {name: _pieces(model, name, tensor.shape) for name, tensor in _in_order(model)}
         twice = _repeated(piece.hf_name for pieces in known.values() for piece in pieces)
         if twice:
-            raise WeightSyncError(f"{type(model).__name__}: two live tensors are saved as {_some(twice)}")
+            raise WeightSyncError(f"{type(model).__name__}: two live tensors are saved as {some(twice)}")
         _layouts[model] = known
     return known
 
@@ -204,6 +204,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
     return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """At most five of the names, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.finite import is_finite
 from asyncrl.models.folder import DTYPES, INDEX, INTEGERS, SINGLE
+from asyncrl.models.names import layout
 
 SHARD_BYTES = 50_000_000_000
 """Largest file of save_pretrained, unless one tensor is larger."""
 
-_WORDS = {getattr(torch, name): word for word, name in (DTYPES | INTEGERS).items()}
+WORDS = {getattr(torch, name): word for word, name in (DTYPES | INTEGERS).items()}
+"""Names of dtypes in a safetensors header."""
 
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt", ".pth")
 """Ends of the names of files that hold weights, or say where they lie."""
@@ -40,6 +42,19 @@ class Plan(NamedTuple):
     def nbytes(self) -> int:
         """Size on disk."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+def planned(model: nn.Module) -> list[Plan]:
+    """What `stream` gives of a live model, in its order and with its dtypes."""
+    live = model.state_dict()
+    return [Plan(p.hf_name, live[name].dtype, p.size) for name, pieces in layout(model).items() for p in pieces]
+
+
+def header_bytes(entries: Mapping[str, object]) -> bytes:
+    """The beginning of a safetensors file: length and JSON, padded so that the values after it are aligned."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 class FolderWriter:
@@ -70,14 +85,13 @@ class FolderWriter:
             starts[tensor.name] = end
             end += tensor.nbytes
             entries[tensor.name] = {
-                "dtype": _WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end - tensor.nbytes, end],
+                "dtype": WORDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end - tensor.nbytes, end],
             }  # fmt: skip
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        head = header_bytes(entries)
         with file.open("wb") as out:
-            out.write(len(text).to_bytes(8, "little") + text)
-            out.truncate(8 + len(text) + end)
-        self._places |= {name: (file, 8 + len(text) + start) for name, start in starts.items()}
+            out.write(head)
+            out.truncate(len(head) + end)
+        self._places |= {name: (file, len(head) + start) for name, start in starts.items()}
 
     def _write_index(self) -> None:
         plan = self._plan.values()

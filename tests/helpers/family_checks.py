@@ -344,3 +344,10 @@ def _learn(folder: Path, batch: MicroBatch, world: Any, on: bool) -> tuple[Tenso
         if parameter.grad is not None
     }
     return logp.detach(), native, grads
+
+
+LIVE = (check_capture, check_replay, check_checkpointing, check_logprobs, check_packing)
+"""Checks of a live tiny model, by its family."""
+
+FOLDER = (check_description, check_names)
+"""Checks that also need a folder to write to."""

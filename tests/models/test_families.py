@@ -35,22 +35,13 @@ six = pytest.mark.parametrize("family", SIX)
 
 
 @six
-@pytest.mark.parametrize(
-    "check",
-    [
-        family_checks.check_capture,
-        family_checks.check_replay,
-        family_checks.check_checkpointing,
-        family_checks.check_logprobs,
-        family_checks.check_packing,
-    ],
-)
+@pytest.mark.parametrize("check", family_checks.LIVE)
 def test_live_model(family: str, check: Callable[[str], None]) -> None:
     check(family)
 
 
 @six
-@pytest.mark.parametrize("check", [family_checks.check_description, family_checks.check_names])
+@pytest.mark.parametrize("check", family_checks.FOLDER)
 def test_folder(family: str, check: Callable[[str, Path], None], tmp_path: Path) -> None:
     check(family, tmp_path)
 

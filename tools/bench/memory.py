@@ -95,13 +95,14 @@ def run_point(model: str, point: Point, out: Path) -> None:
 
     from asyncrl.config import validate
     from asyncrl.learner.batch import rows_of
-    from asyncrl.learner.footprint import estimate_of
+    from asyncrl.learner.footprint import plan_of
     from asyncrl.learner.shard import build_policy, init_world
     from asyncrl.learner.step import Updater
     from asyncrl.learner.table import all_max
     from asyncrl.learner.update import run_update
     from asyncrl.models.describe import describe
     from asyncrl.models.load import skeleton
+    from asyncrl.models.memory import estimate, read_shape
     from asyncrl.types import Group, Prompt
     from tests.learner.groups import make_trajectory
 
@@ -133,7 +134,7 @@ def run_point(model: str, point: Point, out: Path) -> None:
     assert outcome.step.outcome == "stepped" and outcome.fused == point.fused, outcome.step
     found = all_max([before, built, peak(world.device)], world)
     if world.is_writer:
-        whole = estimate_of(config, longest_prompt=PROMPT)
+        whole = estimate(read_shape(config.model.path), plan_of(config, PROMPT))
         names = dict(zip(("before", "built", "peak"), found, strict=True))
         out.write_text(json.dumps(names | {"estimated": float(whole.total)}))
     torch.distributed.destroy_process_group()
