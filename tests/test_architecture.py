@@ -77,6 +77,7 @@ HOMES: dict[str, set[str]] = {
     "transformers": {"models", "engines"},
     "reasoning_gym": {"tasks"},
     "sglang": {"engines"},
+    "aiohttp": {"engines/sglang"},
     "torch.distributed": {"learner", "launcher", "weights/collective"},
 }
 TORCH = {"algos", "models", "weights", "engines", "generator", "learner", "launcher"}

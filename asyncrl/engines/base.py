@@ -5,9 +5,12 @@ Axes: P prompt tokens, T response tokens, S = P + T, L MoE layers, K experts cho
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +19,69 @@ from torch import Tensor
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
 
-SourceReader = Callable[[], Mapping[str, Tensor]]
-"""Gives the verified tensors of one version by Hugging Face name; raises WeightSyncError."""
+Spec = tuple[str, str, tuple[int, ...]]
+"""Name, dtype (as torch spells it, without `torch.`) and shape of one tensor."""
+
+
+class Broadcast(Protocol):
+    """One version on its way into an engine's processes; `Source.broadcast` makes it."""
+
+    @property
+    def group(self) -> str:
+        """Name of the process group; the sender is its rank 0."""
+        ...
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the group's store, as the engine reaches it."""
+        ...
+
+    @property
+    def backend(self) -> str:
+        """gloo or nccl."""
+        ...
+
+    @property
+    def is_new(self) -> bool:
+        """True when the engine has to join the group first."""
+        ...
+
+    @property
+    def buckets(self) -> Sequence[Sequence[Spec]]:
+        """The tensors of each broadcast, in order; their bytes lie back to back."""
+        ...
+
+
+class Source(Protocol):
+    """One announced version and the ways to get it. Every method blocks and raises WeightSyncError.
+
+    Which of tensors, folder and broadcast there is depends on the carrier.
+    """
+
+    @property
+    def kind(self) -> Literal["tensors", "folder", "broadcast"]:
+        """The way that the carrier serves best."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The verified tensors by Hugging Face name. Not with a broadcast."""
+        ...
+
+    def folder(self) -> AbstractContextManager[Path]:
+        """A complete model folder that stays as it is until the context ends. Only of a shared file system."""
+        ...
+
+    def broadcast(self, engine: str, ranks: int) -> Broadcast:
+        """Begin to send to the `ranks` processes of an engine, whose name is unique in the run."""
+        ...
+
+    def leave(self, engine: str) -> None:
+        """End the sending to an engine, also in the middle; what waits in the group fails. Never raises."""
+        ...
+
+    def checksums(self, names: Sequence[str], ranks: int) -> dict[str, frozenset[str]]:
+        """What an engine's own checksums of its tensors `names` may be; names without an answer are left out."""
+        ...
 
 
 class Engine(Protocol):
@@ -33,16 +97,24 @@ class Engine(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams, limit_s: float | None = None
+        self,
+        prompt_ids: NDArray[np.int32],
+        n: int,
+        sampling: SamplingParams,
+        limit_s: float | None = None,
+        cut: asyncio.Event | None = None,
     ) -> list[Completion]:
         """N samples of one prompt [P]. EngineError when the request or the engine cannot be served.
 
-        After limit_s it gives the samples that are finished, perhaps none, and stops the others.
+        After limit_s, or when cut is set, it gives the samples that are finished, perhaps none, and stops the others.
         """
         ...
 
-    async def load(self, version: Version, source_reader: SourceReader) -> None:
-        """Load weights between two decode steps. WeightSyncError leaves label and weights as they were."""
+    async def load(self, version: Version, source: Source) -> None:
+        """Load weights between two decode steps. WeightSyncError leaves the label as it was.
+
+        The weights then are as they were, or the engine samples nothing until a load succeeds.
+        """
         ...
 
     def stats(self) -> dict[str, float]:

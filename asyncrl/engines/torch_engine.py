@@ -12,13 +12,14 @@ import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.base import SourceReader, check_request
+from asyncrl.engines.base import Source, check_request
 from asyncrl.engines.batch import Batch
 from asyncrl.engines.choose import make_decoder
 from asyncrl.engines.requests import Request
@@ -104,12 +105,17 @@ class TorchEngine:
         }
 
     async def generate(
-        self, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams, limit_s: float | None = None
+        self,
+        prompt_ids: NDArray[np.int32],
+        n: int,
+        sampling: SamplingParams,
+        limit_s: float | None = None,
+        cut: asyncio.Event | None = None,
     ) -> list[Completion]:
         """n samples of one prompt. EngineError when refused or failed; cancelling the task frees its rows.
 
-        After limit_s those that are finished, in order, perhaps none; the rows of the others are freed. EngineError
-        when the decoding thread does not come to that.
+        After limit_s, or when cut is set, those that are finished, in order, perhaps none; the rows of the others are
+        freed. EngineError when the decoding thread does not come to that.
         sampling.seed: the same seed and weights give the same samples, up to rounding, whatever else runs;
         None takes the engine's own stream.
         """
@@ -121,8 +127,7 @@ class TorchEngine:
         )
         self._worker.send(lambda: self._batch.submit(request))
         try:
-            done, _ = await asyncio.wait([reply.future], timeout=limit_s)
-            if not done:
+            if not await _ends(reply.future, limit_s, cut):
                 self._worker.send(lambda: self._batch.cut(request))
                 done, _ = await asyncio.wait([reply.future], timeout=self._answer_s)
                 if not done:
@@ -136,14 +141,14 @@ class TorchEngine:
             raise
         return completions
 
-    async def load(self, version: Version, source_reader: SourceReader) -> None:
+    async def load(self, version: Version, source: Source) -> None:
         """Read and check in a worker thread, then copy between two decode steps; running responses go on.
 
         WeightSyncError (unreadable, not finite, other names or shapes, older than what is held) leaves the
         label and the weights as they were.
         """
         self._refuse_older(version)
-        weights = await in_thread(lambda: _read(source_reader))
+        weights = await in_thread(lambda: _read(source))
         reply = self._worker.reply()
         self._worker.send(lambda: self._load_now(version, weights, reply))
         await reply.future
@@ -182,9 +187,22 @@ class TorchEngine:
             raise WeightSyncError(f"version {version} is older than {self._batch.version}, which is held")
 
 
-def _read(source_reader: SourceReader) -> Mapping[str, Tensor]:
+async def _ends(future: asyncio.Future[list[Completion]], limit_s: float | None, cut: asyncio.Event | None) -> bool:
+    """Wait for the future, at most limit_s and until cut is set. True when it is done."""
+    waits: list[asyncio.Future[Any]] = [future]
+    if cut is not None:
+        waits.append(asyncio.ensure_future(cut.wait()))
     try:
-        weights = source_reader()
+        done, _ = await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for extra in waits[1:]:
+            extra.cancel()
+    return future in done
+
+
+def _read(source: Source) -> Mapping[str, Tensor]:
+    try:
+        weights = source.tensors()
     except OSError as exc:
         raise WeightSyncError(f"the weights cannot be read: {exc}") from exc
     bad = [name for name, tensor in weights.items() if not is_finite(tensor)]

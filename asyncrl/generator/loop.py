@@ -12,7 +12,6 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
-from functools import partial
 from typing import Any
 
 from asyncrl import wire
@@ -302,7 +301,7 @@ class Generator:
         self.loading = True
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self.engine.load(version, partial(self.reader.read, source, version))
+                await self.engine.load(version, self.reader.source(source, version))
         except TimeoutError as exc:
             raise WeightSyncError(f"loading version {version} took more than {LOAD_TIMEOUT_S:g} s") from exc
         finally:

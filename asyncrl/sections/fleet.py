@@ -32,13 +32,43 @@ class RunSection(Section):
     """How long roles wait for each other at start (importing torch alone takes seconds)."""
 
 
+class SglangSection(Section):
+    """The SGLang server behind each generator, with engine=sglang (docs/sglang.md)."""
+
+    urls: tuple[str, ...] = ()
+    """Running servers, as http://HOST:PORT: generator g0 uses the first, g1 the second, ... Empty: each generator
+    starts a server of its own."""
+    command: tuple[str, ...] = ("python", "-m", "sglang.launch_server")
+    """Starts a server: an interpreter of the environment that has SGLang, and what it runs. `python` is the one of
+    asyncrl."""
+    args: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further flags of the server, without `--`: `tp-size: 4`, `mem-fraction-static: 0.8`; true is a bare flag."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the server."""
+    port: int = Field(0, ge=0, le=65535)
+    """Port of the server of g0 on its host, one more for each further one there; 0 takes free ones."""
+    gpus: NonNegative = 0
+    """GPUs that each server on a host gets through CUDA_VISIBLE_DEVICES; 0 leaves that variable alone."""
+    first_gpu: NonNegative = 0
+    """With gpus: number of the first one that servers may have; the learner has those before it."""
+    key_file: str | None = Field(None, min_length=1)
+    """File with the API key of the server; started servers get it as theirs."""
+    admin_key_file: str | None = Field(None, min_length=1)
+    """File with the key for weight updates and pauses; default: the API key."""
+    start_timeout_s: Seconds = Field(600.0, ge=10)
+    """How long a server may take to load the model and to answer."""
+    answer_s: Seconds = Field(60.0, ge=1)
+    """Longest wait for an answer that needs no sampling, and silence after which a server counts as hung."""
+
+
 class GeneratorSection(Section):
     """Generator processes."""
 
     count: int = Field(1, ge=0, le=1024)
     """Generators that `asyncrl run` starts; 0 when all are started by hand."""
-    engine: Literal["torch"] = "torch"
-    """Engine behind each generator."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """Engine behind each generator: the embedded one, or an SGLang server."""
+    sglang: SglangSection = SglangSection()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the embedded engine computes; auto is cuda where torch sees a GPU."""
     model: str | None = Field(None, min_length=1)
@@ -82,18 +112,34 @@ class ReplaySection(Section):
 class WeightsSection(Section):
     """How published weights travel."""
 
-    carrier: Literal["shm", "zmq"] = "shm"
-    """shm: memory-mapped files on the same host. zmq: over the network, in chunks that generators ask for."""
+    carrier: Literal["shm", "zmq", "collective", "disk"] = "shm"
+    """shm: memory-mapped files on the same host. zmq: over the network, in chunks that generators ask for.
+    collective: a process group with each SGLang server. disk: folders on a file system that all hosts share."""
     bind: str = Field("tcp://127.0.0.1:*", min_length=1)
-    """zmq: address at which the learner serves versions; `*` takes a free port."""
+    """zmq, collective: address at which the learner serves versions; `*` takes a free port."""
     security: Literal["loopback", "curve", "none"] | None = None
-    """zmq: as replay.security, which is the default."""
+    """zmq, collective: as replay.security, which is the default."""
     keys: str | None = Field(None, min_length=1)
-    """zmq: key folder whose server key is the learner's; default: replay.keys."""
+    """zmq, collective: key folder whose server key is the learner's; default: replay.keys."""
+    dir: str | None = Field(None, min_length=1)
+    """disk: folder of the versions; default: `weights` in the run folder."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """collective: of the process groups; auto is nccl where the learner computes on GPUs."""
+    bucket_bytes: int = Field(2**29, ge=2**10)
+    """collective: bytes of one broadcast, of whole tensors; a larger tensor goes alone."""
+    timeout_s: Seconds = Field(120.0, ge=1)
+    """collective, disk: longest phase of an update (joining the group, one bucket, loading a folder, a checksum)."""
+    quantize: Literal["none", "fp8_block"] = "none"
+    """collective, disk: fp8_block sends linear and expert weights as FP8 with a scale per 128 x 128 block, for servers
+    that were started from such a checkpoint (generator.model)."""
+    verify: Literal["checksum", "off"] = "checksum"
+    """collective, disk: compare checksums of the server's tensors with the learner's before a version counts as
+    loaded."""
     delta: bool = True
     """zmq: send only what changed where that is smaller; every generator then keeps a copy of the weights."""
-    on_load: Literal["keep"] = "keep"
-    """keep: running responses go on and carry two versions."""
+    on_load: Literal["keep", "abort", "drain"] = "keep"
+    """What new weights do to running responses. keep: they go on and carry two versions. abort: those that are not
+    finished are sampled again. drain: no new ones start until they are finished."""
     keep_versions: int = Field(2, ge=2, le=64)
     """Published versions that stay on disk."""
 

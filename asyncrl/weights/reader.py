@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Literal, NoReturn
+
 from torch import Tensor
 
+from asyncrl.errors import WeightSyncError
 from asyncrl.transport.keys import ClientKeys
 from asyncrl.types import Version
 from asyncrl.weights import shm, zmq
@@ -20,6 +26,10 @@ class Reader:
         self._with_delta, self._keys = with_delta, keys
         self._base: zmq.Base | None = None
 
+    def source(self, source: str, version: Version) -> Fetch:
+        """The ways to get that version, for an engine."""
+        return Fetch(self, source, version)
+
     def read(self, source: str, version: Version) -> dict[str, Tensor]:
         """The tensors of version by name; they must not be changed. WeightSyncError when it cannot be had."""
         if not source.startswith(zmq.SCHEME):
@@ -27,3 +37,31 @@ class Reader:
         weights = zmq.read(source, version, self._base, keys=self._keys)
         self._base = zmq.Base(version, weights) if self._with_delta else None
         return weights
+
+
+class Fetch:
+    """One announced version as an engine gets it (engines.base.Source)."""
+
+    kind: Literal["tensors"] = "tensors"
+
+    def __init__(self, reader: Reader, source: str, version: Version) -> None:
+        self._reader, self._source, self._version = reader, source, version
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name; they must not be changed. WeightSyncError when they cannot be had."""
+        return self._reader.read(self._source, self._version)
+
+    def folder(self) -> AbstractContextManager[Path]:
+        """WeightSyncError: this carrier has no folders."""
+        raise WeightSyncError(f"{self._source} gives tensors, no folder; set weights.carrier=disk")
+
+    def broadcast(self, engine: str, ranks: int) -> NoReturn:
+        """WeightSyncError: this carrier has no process groups."""
+        raise WeightSyncError(f"{self._source} gives tensors, no broadcast to {engine}; set weights.carrier=collective")
+
+    def leave(self, engine: str) -> None:
+        """Nothing is sent, so nothing ends."""
+
+    def checksums(self, names: Sequence[str], ranks: int) -> dict[str, frozenset[str]]:
+        """None: readers of tensors check their bytes themselves."""
+        return {}

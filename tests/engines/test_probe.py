@@ -44,7 +44,7 @@ class Fake:
         await asyncio.sleep(self.delay_s)
         return self.completions
 
-    async def load(self, version, source_reader):
+    async def load(self, version, source):
         raise NotImplementedError
 
     def stats(self):

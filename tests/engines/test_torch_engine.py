@@ -22,6 +22,7 @@ from asyncrl.models.routes import RouteHook
 from asyncrl.types import SamplingParams, Segment, Version
 from tests.engines.support import LOUD, check
 from tests.helpers import tiny_models
+from tests.helpers.sources import Given
 
 PROMPT = np.array([5, 6, 7], dtype=np.int32)
 GREEDY = SamplingParams(1.0, 12, (), greedy=True)
@@ -89,7 +90,7 @@ def test_a_load_equals_an_engine_that_started_with_those_weights(engine, tmp_pat
 
     async def both():
         before = await engine.generate(PROMPT, 1, GREEDY)
-        await engine.load(Version(0, 4), lambda: weights_of(other))
+        await engine.load(Version(0, 4), Given(lambda: weights_of(other)))
         return before, await engine.generate(PROMPT, 1, GREEDY), await fresh.generate(PROMPT, 1, GREEDY)
 
     before, ours, theirs = run(both())
@@ -110,7 +111,7 @@ def test_a_load_in_mid_response_gives_two_segments(engine):
     async def load_while_it_runs():
         task = asyncio.create_task(engine.generate(PROMPT, 1, SamplingParams(1.0, 1500, ())))
         await until(lambda: engine.stats()["tokens"] >= 5)
-        await engine.load(Version(1, 0), lambda: weights)
+        await engine.load(Version(1, 0), Given(lambda: weights))
         return await task
 
     (done,) = run(load_while_it_runs())
@@ -151,7 +152,7 @@ def test_a_load_that_fails_changes_nothing(engine, case):
     async def before_and_after():
         before = await engine.generate(PROMPT, 1, GREEDY)
         with pytest.raises(WeightSyncError, match=message):
-            await engine.load(Version(0, 4), lambda: break_it(weights))
+            await engine.load(Version(0, 4), Given(lambda: break_it(weights)))
         return before, await engine.generate(PROMPT, 1, GREEDY)
 
     before, after = run(before_and_after())
@@ -164,11 +165,11 @@ def test_an_older_version_is_refused_and_the_same_one_may_come_again(engine):
     weights = weights_of(tiny_models.qwen3_moe(**LOUD, seed=1))
 
     async def loads():
-        await engine.load(Version(1, 8), lambda: weights)
-        await engine.load(Version(1, 8), lambda: weights)
+        await engine.load(Version(1, 8), Given(lambda: weights))
+        await engine.load(Version(1, 8), Given(lambda: weights))
         for older in (Version(1, 4), Version(0, 99)):
             with pytest.raises(WeightSyncError, match=f"{older} is older than 1.8"):
-                await engine.load(older, lambda: weights)
+                await engine.load(older, Given(lambda: weights))
 
     run(loads())
     assert engine.version == Version(1, 8)
@@ -234,7 +235,7 @@ def test_close_fails_what_waits_and_what_comes_later(folder):
         with pytest.raises(EngineError, match="closed"):
             await engine.generate(PROMPT, 1, GREEDY)
         with pytest.raises(EngineError, match="closed"):
-            await engine.load(Version(0, 1), dict)
+            await engine.load(Version(0, 1), Given(dict))
 
     run(close_while_it_runs())
     engine.close()

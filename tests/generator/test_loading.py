@@ -30,9 +30,9 @@ class Engine:
     def __init__(self):
         self.version, self.fault, self.tries = Version(0, -1), "", 0
 
-    async def load(self, version, source_reader):
+    async def load(self, version, source):
         self.tries += 1
-        weights = await asyncio.to_thread(source_reader)
+        weights = await asyncio.to_thread(source.tensors)
         if self.fault == "fails" and version >= V2:
             raise WeightSyncError("tensor a is not finite")
         if self.fault == "hangs" and version >= V2:

@@ -29,6 +29,7 @@ from asyncrl.models.precision import float32_names, keep_float32, routers_in_flo
 from asyncrl.models.routes import RouteHook
 from asyncrl.process import role_environment
 from asyncrl.types import Group, ModelInfo, Prompt, SamplingParams, Version
+from tests.helpers.sources import Given
 from tests.helpers.tiny_models import FAMILIES, qwen3_dense, qwen3_moe
 from tests.learner.groups import make_groups
 
@@ -245,7 +246,7 @@ def test_the_embedded_engine_samples_with_nearly_the_routes_of_the_learner(folde
     ids = np.arange(1, 9, dtype=np.int32)
 
     async def sample():
-        await engine.load(Version(0, 1), lambda: published)
+        await engine.load(Version(0, 1), Given(lambda: published))
         return await engine.generate(ids, 16, SamplingParams(1.0, 24, ()))
 
     try:
