@@ -112,11 +112,16 @@ class Launcher:
             words=["--id", name] if role == "generate" else [],
             # The learner serves weights with replay's key.
             keys=self.keys[role != "generate"],
-            env=self.env,
+            env=self._env(name, role),
             threads=threads,
             stop_s=c.run.shutdown_s,
             fresh="" if again or self.resume or not holds else str(c.run_dir / holds),
         )
+
+    def _env(self, name: str, role: str) -> dict[str, str]:
+        if role != "generate":
+            return self.env
+        return {"ASYNCRL_LOCAL_INDEX": str(self.fleet.number_on_host(name))} | self.env
 
     # --- watching -------------------------------------------------------------------------------
 

@@ -35,6 +35,11 @@ class Fleet:
         """Host of every role by name."""
         return {"replay": self.replay, "learner": self.learner} | {f"g{i}": h for i, h in enumerate(self.generators)}
 
+    def number_on_host(self, name: str) -> int:
+        """How many generators before this one are on the same host: by it they share out GPUs and ports."""
+        number = int(name.removeprefix("g"))
+        return self.generators[:number].count(self.generators[number])
+
     @property
     def is_one_host(self) -> bool:
         """True when everything runs on the same host, so that loopback and shared memory do."""
@@ -111,8 +116,8 @@ def reachable(config: Config, fleet: Fleet, made_keys: Path | None) -> Config:
             raise ConfigError("replay.security=loopback reaches one host only; set replay.security=curve or none")
         replay["keys"] = r.keys or str(made_keys)
     weights: dict[str, Any] = {}
-    if any(host != fleet.learner for host in fleet.generators):
-        weights["carrier"] = "zmq"
+    if any(host != fleet.learner for host in fleet.generators) and w.carrier != "disk":
+        weights["carrier"] = "zmq" if w.carrier == "shm" else w.carrier
         if is_loopback(parse(w.bind).host):
             weights["bind"] = WILDCARD
         if w.security == "loopback":

@@ -75,7 +75,12 @@ def test_replay_comes_first_and_the_rest_hears_its_address(run, capfd):
     (replay,), (learner,), (g1,) = (reach.jobs(n) for n in ("replay", "learner", "g1"))
     assert "connect: null" in replay["config"] and replay["fresh"] == "runs/run/replay.snapshot"
     assert "connect: tcp://127.0.0.1:4711" in learner["config"] and learner["fresh"] == "runs/run/metrics.jsonl"
-    assert (g1["role"], g1["words"], g1["env"], g1["fresh"]) == ("generate", ["--id", "g1"], {"A": "1"}, "")
+    assert (g1["role"], g1["words"], g1["env"], g1["fresh"]) == (
+        "generate",
+        ["--id", "g1"],
+        {"ASYNCRL_LOCAL_INDEX": "0", "A": "1"},
+        "",
+    )
     said = capfd.readouterr().out.splitlines()
     assert said[0].startswith("started replay on a") and "replay serves at tcp://127.0.0.1:4711" in said[1]
 

@@ -85,6 +85,19 @@ def test_generators_beside_the_learner_keep_shared_memory(tmp_path):
     assert reachable(validate(MODEL), Fleet("a", "b", ("b",)), tmp_path).weights.carrier == "shm"
 
 
+@pytest.mark.parametrize("carrier", ["collective", "disk"])
+def test_servers_on_other_hosts_keep_their_carrier(tmp_path, carrier):
+    tree = MODEL | {"generator": {"engine": "sglang"}, "weights": {"carrier": carrier}}
+    config = reachable(validate(tree), APART, tmp_path)
+    assert config.weights.carrier == carrier
+    assert config.weights.bind == ("tcp://*:*" if carrier == "collective" else "tcp://127.0.0.1:*")
+
+
+def test_generators_are_numbered_on_their_host():
+    fleet = Fleet("a", "b", ("c", "c", "d", "c"))
+    assert [fleet.number_on_host(f"g{i}") for i in range(4)] == [0, 1, 0, 2]
+
+
 def test_a_restarted_replay_gets_its_port_again_and_everybody_the_address():
     config = validate(MODEL | {"replay": {"bind": "tcp://*:*", "security": "none"}})
     settled = at_address(config, "tcp://192.0.2.7:4711")
