@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from asyncrl.config import Config, load_config, save_config, validate
 from asyncrl.errors import ConfigError
@@ -19,6 +19,8 @@ from asyncrl.types import ModelInfo
 CONFIG = "config.yaml"
 LOCKS = ("metrics.lock", "replay.lock")
 """Held by the learner and by replay as long as they live."""
+OWNER = "run.lock"
+"""Held by the `asyncrl run` of the folder as long as it lives."""
 
 FIXED = ("task.", "run.seed", "algorithm.group_size")
 """Settings that say which prompts there are, in which order, and what their ids mean (or their prefix)."""
@@ -37,6 +39,20 @@ def located(config: Config, files: Sequence[str]) -> Config:
             tree["run"] |= {"dir": str(folder.parent), "name": folder.name}
             return validate(tree)
     return config
+
+
+def own(folder: Path) -> IO[str]:
+    """Lock a run folder for one `asyncrl run`, until what is returned is closed. ConfigError when another has it.
+
+    Without it two that begin together would both see the roles' locks free.
+    """
+    handle = (folder / OWNER).open("a")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        handle.close()
+        raise ConfigError(f"{folder} is in use: another `asyncrl run` holds {OWNER}; stop that one first") from exc
+    return handle
 
 
 def resumable(config: Config, model: ModelInfo) -> list[str]:

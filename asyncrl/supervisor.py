@@ -21,7 +21,7 @@ from asyncrl.preflight import preflight
 from asyncrl.process import Child, role_environment, start, stop_all
 from asyncrl.progress import Tail, View, print_summary, progress_bar
 from asyncrl.restarts import RestartPolicy, Verdict
-from asyncrl.resume import resumable
+from asyncrl.resume import own, resumable
 
 POLL_S = 0.1
 REPLAY_S = 2.0
@@ -147,11 +147,20 @@ def run(config: Config, resume: bool = False) -> int:
     """
     model = preflight(config)
     said: list[str] = []
-    if resume:
-        said = resumable(config, model)
-    else:
+    if not resume:
         config = fresh_run(config)
         save_config(config, config.run_dir / "config.yaml")
+    elif not config.run_dir.is_dir():
+        raise ConfigError(
+            f"nothing to resume: there is no folder {config.run_dir}; run without --resume to begin a run"
+        )
+    with own(config.run_dir):
+        if resume:
+            said = resumable(config, model)
+        return _run(config, resume, said)
+
+
+def _run(config: Config, resume: bool, said: list[str]) -> int:
     run_dir = config.run_dir
     console = Console()
     word = "resuming in" if resume else "run folder:"

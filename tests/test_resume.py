@@ -12,7 +12,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.learner.stored import State
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.snapshot import SnapshotFile, fingerprint
-from asyncrl.resume import differences, located, resumable
+from asyncrl.resume import differences, located, own, resumable
 from asyncrl.types import ModelInfo
 from tests.replay.support import MODEL, make_queue
 
@@ -142,3 +142,9 @@ def test_a_moved_run_is_found_where_its_config_lies(run, monkeypatch):
 def test_differences_name_nested_keys(run):
     one, two = config_of(run), config_of(run, algorithm={"rdc": {"q": 0.5}}, run={"name": "x"})
     assert differences(one, two) == {"algorithm.rdc.q": (0.08, 0.5)}
+
+
+def test_one_run_at_a_time_has_the_folder(run):
+    with own(run), pytest.raises(ConfigError, match=r"in use: another `asyncrl run` holds run\.lock"):
+        own(run)
+    own(run).close()
