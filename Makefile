@@ -29,14 +29,15 @@ FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/trans
 # Debian packages of `make test-system`; .ci/run installs them.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge
 
-.PHONY: help quickstart model smollm2 test test-fast test-system test-long check format docs clean
+.PHONY: help quickstart model smollm2 test test-fast test-sglang test-system test-long check format docs clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make quickstart  install, build the small model once, train it asynchronously on this CPU"
 	@echo "make smollm2     download a small chat model (93 MB) and make a Mixture of Experts of it (docs/smollm2.md)"
-	@echo "make test        install and run all tests but those of test-system and test-long, whole runs among them"
+	@echo "make test        install and run all tests but those of the next targets, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
+	@echo "make test-sglang against a real SGLang server on this CPU; installs it first, outside the repository (1.6 GB)"
 	@echo "make test-system fleets over a real ssh and a real SLURM; as root, with $(SYSTEM_PACKAGES)"
 	@echo "make test-long   tests/long (every model family, a real language model), chaos (10 minutes), soak (20), fuzz (5)"
 	@echo "make check       ruff, format and types, as CI runs them"
@@ -75,10 +76,15 @@ quickstart: $(RUNTIME) model
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: $(DEV)
-	$(PY) -m pytest --ignore=tests/fleet --ignore=tests/long $(PYTEST_ARGS)
+	$(PY) -m pytest --ignore=tests/fleet --ignore=tests/long --ignore=tests/sglang $(PYTEST_ARGS)
 
 test-fast: $(DEV)
 	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
+
+# The server has an environment of its own, for SGLang pins other versions; it is made once and serves every checkout.
+test-sglang: $(DEV) model
+	PYTHON=$(PYTHON) tools/sglang_cpu/install
+	$(PY) -m pytest tests/sglang $(PYTEST_ARGS)
 
 # A test here that lacks its packages is skipped with their names.
 test-system: $(DEV)

@@ -1,4 +1,8 @@
+"""A plugin of SGLang, loaded in each of its processes by the entry point beside this file."""
+
+
 def plug():
+    """Let the host's copy of the routes be plain memory: SGLang pins it with CUDA."""
     import torch
     from sglang.srt.mem_cache.pool_host import common
 
