@@ -66,7 +66,8 @@ class Trajectory:
     (NaN where the engine gave none); loss_mask bool [T], True where the policy sampled the token;
     segments cover [0, T) in order; route_counts uint16 or uint32 [V, L, E]: how often each
     expert was chosen at the input positions that predict the loss-masked tokens of each segment;
-    routes uint8 or uint16 [S - 1, L, K], or None when only the counts travel.
+    routes uint8 or uint16 [S - 1, L, K], or None when only the counts travel. Routes of rows below routes_from (of
+    S - 1) are unknown: they are in no count, and what stands there in routes means nothing.
     """
 
     trajectory_id: str
@@ -78,6 +79,7 @@ class Trajectory:
     finish_reason: str
     route_counts: NDArray[np.unsignedinteger] | None = None
     routes: NDArray[np.unsignedinteger] | None = None
+    routes_from: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -166,6 +168,8 @@ class Completion:
     token_ids int32 [T] include the stop token when finish_reason is "stop"; logprobs float32 [T];
     routes [S - 1, L, K] in the model's route dtype (None for a dense model). sampled bool [T]: False where the
     policy did not sample the token, as for an end token that the engine put there; None is True everywhere.
+    routes_from: first row of routes that is known to be what sampled the token; an engine that computed older rows
+    again, under other weights, leaves them out by this number. 0 to S - 1 (none is known).
     """
 
     token_ids: NDArray[np.int32]
@@ -175,3 +179,4 @@ class Completion:
     routes: NDArray[np.unsignedinteger] | None = None
     extra: dict[str, float] = field(default_factory=dict)
     sampled: NDArray[np.bool_] | None = None
+    routes_from: int = 0

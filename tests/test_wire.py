@@ -126,6 +126,15 @@ def test_missing_log_probs_travel_as_nan():
     np.testing.assert_array_equal(back.trajectories[0].logprobs, sent.logprobs)
 
 
+@pytest.mark.parametrize("first", [0, 1, 6])
+@pytest.mark.parametrize("routes", [True, False])
+def test_the_first_known_row_travels_with_and_without_routes(first, routes):
+    sent = group(replace(trajectory(routes=routes), routes_from=first), trajectory(name="t1"))
+    frames = through_sockets(wire.encode_group(sent))
+    assert [t.routes_from for t in wire.read_group(frames).trajectories] == [first, 0]
+    assert_equal(sent, wire.decode_group(frames))
+
+
 def test_arrays_are_not_copied_and_cannot_be_written():
     frames = wire.encode_group(group())
     sent = group().trajectories[0]
@@ -192,6 +201,10 @@ def test_the_sender_refuses_other_dtypes_and_ranks(field, value):
         ({"route_counts": np.zeros((1, 2, 8), np.uint16)}, "1 route counts for 2 segments"),
         ({"routes": np.zeros((5, 2, 2), np.uint8)}, "5 route rows, 3 [+] 4 tokens have 6"),
         ({"routes": np.zeros((7, 2, 2), np.uint8)}, "7 route rows"),
+        ({"routes_from": 7}, "routes_from=7, 3 [+] 4 tokens have 6 rows"),
+        ({"routes_from": 7, "routes": None, "route_counts": None}, "routes_from=7"),
+        ({"routes_from": -1}, "routes_from=-1"),
+        ({"routes_from": 2**62}, "routes_from="),
         ({"reward": float("nan")}, "reward nan"),
         ({"reward": float("inf")}, "reward inf"),
     ],
@@ -246,13 +259,21 @@ def with_header(frames, header):
 
 
 # positions in the array-like header: 7 is the list of trajectories, 4 and 5 the specs of their counts and routes
-COUNTS, ROUTES = 4, 5
+COUNTS, ROUTES, ROUTES_FROM = 4, 5, 6
 
 
 def with_spec(frames, index, spec):
     header = header_of(frames)
     header[7][0][index] = spec
     return with_header(frames, header)
+
+
+@pytest.mark.parametrize("first", [-1, 7, 2**63, 1.5, None, "3", True, [1]], ids=str)
+def test_a_first_known_row_that_is_none_is_refused_before_arrays_are_made(first):
+    frames = with_spec(through_sockets(wire.encode_group(group())), ROUTES_FROM, first)
+    for read in (wire.read_group, wire.decode_group):
+        with pytest.raises(WireError):
+            read(frames)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def expert_counts(routes: torch.Tensor, mask: torch.Tensor, num_experts: int) ->
     """Count how often each expert was chosen at the counted positions of each response.
 
     routes: any integer type [B, S, L, K]. mask: bool or number [B, S], non-zero where a position
-    counts (the predict_mask: the loss mask of the next token). What the routes hold elsewhere (pads,
+    counts (the loss mask of the next token, where its routes are known). What the routes hold elsewhere (pads,
     -1, prompt rows) is never read. Returns int64 [B, L, E]; each (response, layer) sums to T * K.
     Raises RouteError for wrong shapes, and for an id outside [0, E) at a counted position: a
     position without a route must be left out of the mask, on both sides.

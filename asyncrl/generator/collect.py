@@ -39,7 +39,7 @@ def count_routes(
 
 
 def check_routes(completion: Completion, num_prompt: int, info: ModelInfo, owner: str) -> None:
-    """Raises RouteError unless there are exactly S - 1 rows of L x K ids in [0, E)."""
+    """Raises RouteError unless there are S - 1 rows of L x K ids in [0, E), and routes_from is in [0, S - 1]."""
     want = (num_prompt + len(completion.token_ids) - 1, len(info.layers), info.top_k)
     routes = completion.routes
     if routes is None or routes.shape != want:
@@ -49,6 +49,23 @@ def check_routes(completion: Completion, num_prompt: int, info: ModelInfo, owner
         raise RouteError(f"{owner}: routes are {routes.dtype}, {info.num_experts} experts need {info.route_dtype}")
     if routes.size and int(routes.max()) >= info.num_experts:
         raise RouteError(f"{owner}: expert id {int(routes.max())} is outside [0, {info.num_experts})")
+    if not 0 <= completion.routes_from <= want[0]:
+        raise RouteError(f"{owner}: routes_from={completion.routes_from} is outside [0, {want[0]}], the number of rows")
+
+
+def segment_counts(
+    completion: Completion, mask: NDArray[np.bool_], num_prompt: int, info: ModelInfo
+) -> NDArray[np.unsignedinteger]:
+    """Route counts [V, L, E] of checked routes at the tokens that mask [T] sets, without rows below routes_from."""
+    assert completion.routes is not None
+    # Input position P - 1 + j predicts response token j, so its row holds that token's route.
+    known = mask.copy()
+    known[: max(0, completion.routes_from - (num_prompt - 1))] = False
+    parts = [
+        count_routes(completion.routes, known[s.start : s.end], num_prompt - 1 + s.start, info.num_experts)
+        for s in completion.segments
+    ]
+    return np.stack(parts) if parts else np.zeros((0, len(info.layers), info.num_experts), np.uint16)
 
 
 def check_tokens(completion: Completion, owner: str, vocab_size: int, stop_token_ids: Collection[int] | None) -> None:
@@ -123,14 +140,7 @@ def to_trajectory(
     counts = None
     if info.is_moe:
         check_routes(completion, num_prompt, info, trajectory_id)
-        assert completion.routes is not None
-        # Input position P - 1 + j predicts response token j, so its row holds that token's route.
-        parts = [
-            count_routes(completion.routes, mask[s.start : s.end], num_prompt - 1 + s.start, info.num_experts)
-            for s in completion.segments
-        ]
-        empty = np.zeros((0, len(info.layers), info.num_experts), np.uint16)
-        counts = np.stack(parts) if parts else empty
+        counts = segment_counts(completion, mask, num_prompt, info)
     return Trajectory(
         trajectory_id,
         np.asarray(completion.token_ids, np.int32),
@@ -141,4 +151,5 @@ def to_trajectory(
         completion.finish_reason,
         counts,
         completion.routes if full_routes else None,
+        completion.routes_from if info.is_moe else 0,
     )

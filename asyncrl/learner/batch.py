@@ -25,7 +25,7 @@ class Row:
     """One response of a batch, before padding.
 
     loss_mask bool [T] after the staleness mask; masked counts the tokens that mask took;
-    lag int [T] per token at the update; counts int64 [L, E] over the loss tokens or None.
+    lag int [T] per token at the update; counts int64 [L, E] over the tokens of count_mask or None.
     """
 
     trajectory: Trajectory
@@ -42,6 +42,16 @@ class Row:
     def size(self) -> int:
         """Input length S of this row."""
         return len(self.prompt_ids) + self.trajectory.num_tokens
+
+    @property
+    def count_mask(self) -> NDArray[np.bool_]:
+        """The loss tokens whose routes are known, bool [T]: those that drift is measured over, on both sides."""
+        unknown = self.trajectory.routes_from - (len(self.prompt_ids) - 1)
+        if unknown <= 0:
+            return self.loss_mask
+        mask = self.loss_mask.copy()
+        mask[:unknown] = False
+        return mask
 
     @property
     def max_lag(self) -> int:
@@ -90,15 +100,16 @@ def _row(group: Group, t: Trajectory, update: int, bound: int, info: ModelInfo) 
 class MicroBatch:
     """Padded rows. index [B] are the positions of the rows in the rank's row list.
 
-    input_ids int64 [B, S]; targets int64 [B, S]; predict_mask bool [B, S]; rollout_logp fp32
-    [B, S], NaN where the engine gave none; temperature [B]; routes int16 [L, B, S, K] or None
-    (-1 = native routing there). grad says whether its forward needs a graph.
+    input_ids int64 [B, S]; targets int64 [B, S]; predict_mask bool [B, S]: what trains; count_mask bool [B, S]: what of
+    it has known routes, for drift; rollout_logp fp32 [B, S], NaN where the engine gave none; temperature [B]; routes
+    int16 [L, B, S, K] or None (-1 = native routing there). grad says whether its forward needs a graph.
     """
 
     index: tuple[int, ...]
     input_ids: Tensor
     targets: Tensor
     predict_mask: Tensor
+    count_mask: Tensor
     rollout_logp: Tensor
     temperature: Tensor
     routes: Tensor | None
@@ -112,6 +123,7 @@ class MicroBatch:
             self.input_ids.to(device),
             self.targets.to(device),
             self.predict_mask.to(device),
+            self.count_mask.to(device),
             self.rollout_logp.to(device),
             self.temperature.to(device),
             routes,
@@ -127,7 +139,7 @@ def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bo
     picked = [rows[i] for i in index]
     b, s = max(1, len(picked)), max((r.size for r in picked), default=2)
     ids = np.zeros((b, s), np.int64)
-    mask = np.zeros((b, s), bool)
+    mask, counted = np.zeros((b, s), bool), np.zeros((b, s), bool)
     logp = np.zeros((b, s), np.float32)
     temperature = np.ones(b, np.float32)
     routes = np.full((b, s, len(info.layers), info.top_k), -1, np.int16) if replay else None
@@ -137,6 +149,7 @@ def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bo
         ids[i, p : p + t] = row.trajectory.token_ids
         # Position p - 1 + j predicts response token j.
         mask[i, p - 1 : p - 1 + t] = row.loss_mask
+        counted[i, p - 1 : p - 1 + t] = row.count_mask
         logp[i, p - 1 : p - 1 + t] = row.trajectory.logprobs
         temperature[i] = row.temperature
         if routes is not None:
@@ -147,6 +160,7 @@ def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bo
         torch.from_numpy(ids),
         torch.from_numpy(targets),
         torch.from_numpy(mask),
+        torch.from_numpy(counted),
         torch.from_numpy(logp),
         torch.from_numpy(temperature),
         None if routes is None else torch.from_numpy(routes).permute(2, 0, 1, 3),
@@ -161,7 +175,9 @@ def _routes_of(row: Row, info: ModelInfo) -> NDArray[np.int16]:
         got = None if t.routes is None else list(t.routes.shape)
         raise RouteError(f"{t.trajectory_id}: replay needs routes of shape {list(want)}, got {got}")
     # A sign is needed for -1; the hook keeps them in 16 bits too.
-    return t.routes.astype(np.int16)
+    routes = t.routes.astype(np.int16)
+    routes[: t.routes_from] = -1
+    return routes
 
 
 def micro_batches(sizes: Sequence[int], index: Sequence[int], budget: int, waste: float = 0.2) -> list[list[int]]:

@@ -57,7 +57,7 @@ def usable(rows: Sequence[Row], top_k: int) -> tuple[list[Row], NDArray[np.float
     """Rows whose rollout log-probs are possible, the others without a token to train; and 1.0 for those [n].
 
     Generators and replay refuse such a response. One that comes here all the same would give a ratio of 0 or infinity.
-    Route counts that are not top_k per token and layer are of a broken engine: that row has none, and no drift.
+    Route counts that are not top_k per counted token and layer are of a broken engine: that row has none, and no drift.
     """
     bad = [impossible(row.trajectory.logprobs[row.trajectory.loss_mask]) for row in rows]
     if any(bad):
@@ -68,7 +68,7 @@ def usable(rows: Sequence[Row], top_k: int) -> tuple[list[Row], NDArray[np.float
 
 
 def _counted(row: Row, top_k: int) -> Row:
-    tokens = int(row.loss_mask.sum())
+    tokens = int(row.count_mask.sum())
     if row.counts is None or bool((row.counts.sum(axis=1) == tokens * top_k).all()):
         return row
     log.error(

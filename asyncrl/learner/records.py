@@ -91,7 +91,8 @@ def policy_scalars(outcome: Outcome) -> Scalars:
 def drift_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     """Router drift of the batch: exact native drift where measured, in-pass drift under replay."""
     t = outcome.table
-    out: Scalars = {}
+    out: Scalars = {"drift/routes_cut": float(t["cut"].sum())}
+    out["drift/uncounted_fraction"] = _ratio(t["uncounted"].sum(), t["tokens"].sum())
     if not math.isnan(outcome.forced_fraction):
         out["r3/forced_fraction"] = outcome.forced_fraction
         out["r3/in_pass_drift"] = _mean(t["drift"][~np.isnan(t["drift"])])
@@ -179,6 +180,7 @@ def staleness_scalars(t: Table) -> Scalars:
         "staleness/lag_mean": _ratio(t["lag_sum"].sum(), t["tokens"].sum()),
         "staleness/masked_token_fraction": _ratio(t["masked"].sum(), (t["masked"] + t["tokens"]).sum()),
         "staleness/stale_responses": float(((t["masked"] > 0) & ~used).sum()),
+        "staleness/mixed_responses": float((t["versions"] > 1).sum()),
     }
     if used.any():
         out["staleness/lag_max"] = float(t["lag"][used].max())

@@ -127,10 +127,10 @@ def score(
             logp, entropy, native = policy(batch)
         parts.append(Scored(batch, logp, entropy))
         if batch.routes is not None and policy.hook is not None:
-            real = batch.routes[0, :, :, 0] >= 0
             # A share times a count is a whole number of rows, up to rounding.
-            forced[0] += round(float(policy.hook.forced_fraction) * real.numel(), 6)
-            forced[1] += float(real.sum())
+            forced[0] += round(float(policy.hook.forced_fraction) * batch.input_ids.numel(), 6)
+            # All that could have a route: also rows whose routes are unknown and that are native.
+            forced[1] += float(sum(max(rows[i].size - 1, 0) for i in batch.index))
         if native is not None and batch.index:
             fill_drift(drift, layers, rows, batch, native, info)
     return Scores(parts, drift, layers, (forced[0], forced[1]), fused)
@@ -160,7 +160,7 @@ def fill_drift(
     info: ModelInfo,
 ) -> None:
     """Write the drift of a micro-batch's rows into drift [n] and layers [n, L]."""
-    native_counts = expert_counts(native_LBSK.permute(1, 2, 0, 3), batch.predict_mask, info.num_experts).cpu()
+    native_counts = expert_counts(native_LBSK.permute(1, 2, 0, 3), batch.count_mask, info.num_experts).cpu()
     known = [j for j, i in enumerate(batch.index) if rows[i].counts is not None]
     if not known:
         return

@@ -74,10 +74,13 @@ def row_columns(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
         "length": column([r.trajectory.num_tokens for r in rows]),
         "tokens": column([int(r.loss_mask.sum()) for r in rows]),
         "masked": column([r.masked for r in rows]),
+        "cut": column([r.trajectory.routes_from > 0 for r in rows]),
+        "uncounted": column([int(r.loss_mask.sum() - r.count_mask.sum()) for r in rows]),
         "reward": column([r.trajectory.reward for r in rows]),
         "truncated": column([r.trajectory.finish_reason == "length" for r in rows]),
         "lag": column([r.max_lag for r in rows]),
         "lag_sum": column([float(u.sum()) for u in used]),
+        "versions": column([len(r.trajectory.segments) for r in rows]),
         "input": column([r.size for r in rows]),
     }
 

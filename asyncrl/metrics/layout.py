@@ -40,6 +40,7 @@ _PAGES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "reward, kept and dropped": ("filter/kept/reward", "filter/dropped/reward"),
         "|log ratio|, kept and dropped": ("filter/kept/abs_log_ratio", "filter/dropped/abs_log_ratio"),
         "routing replay": ("r3/forced_fraction", "r3/in_pass_drift"),
+        "responses without drift, or with unknown routes": ("drift/undefined", "drift/routes_cut"),
     },
     "Staleness": {
         "lag": ("staleness/lag_mean", "staleness/lag_p90", "staleness/lag_max"),

@@ -69,6 +69,9 @@ NAMES: dict[str, str] = {
     "drift/max": "largest drift",
     "drift/nonzero_fraction": "share of responses whose drift is not 0",
     "drift/undefined": "responses without a defined drift (no counted token, or routes missing)",
+    "drift/routes_cut": "responses of this update whose first routes are unknown (the engine computed them again under "
+    "newer weights): left out of drift, and native under r3",
+    "drift/uncounted_fraction": "share of loss tokens that are left out of drift because their routes are unknown",
     "drift/bucket_<i>/mean": "mean drift in length bucket i",
     "drift/bucket_<i>/threshold": "lowest drift that was dropped (or would be, under observe) in length bucket i",
     "drift/layer_<l>": "mean drift of MoE layer l (its number in the model)",
@@ -93,6 +96,7 @@ NAMES: dict[str, str] = {
     "staleness/responses_at_lag_<n>": "trained responses whose lag is n: the histogram of lag as numbers",
     "staleness/response_lag_mean": "mean lag of the trained responses (lag of the oldest trained token)",
     "staleness/stale_responses": "responses of this update with no token young enough",
+    "staleness/mixed_responses": "responses of this update sampled by more than one version (weights.on_load)",
     "staleness/published": "update of the newest published weights",
     "staleness/waits": "takes so far that waited for groups about to become too old (staleness.stale: wait)",
     "staleness/wait_s": "seconds so far that takes waited for them",
@@ -130,6 +134,13 @@ NAMES: dict[str, str] = {
     "generator/<id>/in_flight": "groups being sampled",
     "generator/<id>/reward_errors": "rewards that could not be scored so far",
     "generator/<id>/timeouts": "groups so far that were not finished near the end of their lease",
+    "generator/<id>/waits": "weights.on_load abort and drain: requests so far that waited for new weights",
+    "generator/<id>/resampled": "responses so far begun again: new weights (weights.on_load) or a server stopped them",
+    "generator/<id>/retractions": "sglang: how often so far a response lost its KV for want of memory and ran again",
+    "generator/<id>/cached_tokens": "sglang: prompt tokens so far that were in the server's prefix cache",
+    "generator/<id>/stale_prefix": "sglang: responses so far begun again: their cached prefix was of older weights",
+    "generator/<id>/unsure_tokens": "sglang: tokens so far that are left out of the loss, since they were on their way "
+    "while weights changed (docs/sglang.md)",
     "generator/alive": "generators that send heartbeats",
     "generator/failed_loads": "loads that failed so far, all generators",
     # throughput
@@ -148,14 +159,18 @@ NAMES: dict[str, str] = {
     "throughput/oversized_rows": "responses with prompt above learner.micro_batch_tokens: alone in a micro-batch",
     # weights
     "weights/write_s": "seconds to check, write and hash the last published version, while the learner goes on",
-    "weights/reused": "shm: versions so far that took the memory of a dropped one",
+    "weights/reused": "shm, collective: versions so far that took the memory of a dropped one",
+    "weights/held": "disk: how often so far an old version stayed because somebody was loading it",
     "weights/chunks": "zmq: chunks sent so far",
     "weights/bytes": "zmq: bytes of chunks sent so far",
-    "weights/unsent": "zmq: answers so far whose generator was gone or full; it asks again",
-    "weights/refused": "zmq: messages so far that were no request",
-    "weights/refused_<reason>": "zmq: connections so far that were not let in: docs/security.md has each reason",
+    "weights/sent": "collective: versions sent to an engine so far",
+    "weights/failed": "collective: sendings so far that ended early (time limit, broken group); the engine joins anew",
+    "weights/killed": "collective: senders ended so far: the engine left, joined anew, hung or was silent for an hour",
+    "weights/unsent": "zmq, collective: answers so far whose generator was gone or full; it asks again",
+    "weights/refused": "zmq, collective: messages so far that were no request",
+    "weights/refused_<reason>": "zmq, collective: connections so far not let in, by reason (docs/security.md)",
     # routing replay
-    "r3/forced_fraction": "share of the scored rows whose routes were forced",
+    "r3/forced_fraction": "share of the scored rows whose routes were forced: 1 unless routes are unknown or broken",
     "r3/in_pass_drift": "drift of the native routes of the forced pass (upstream layers replayed): RDC ranks by it",
     # the run
     "run/epoch": "how often the learner was started again in this run: a record undoes those of its update and later "

@@ -27,6 +27,7 @@ class TrajectoryHead(Struct):
     segments: list[tuple[Number, Number, int, int]]  # epoch, update, start, end
     route_counts: ArraySpec | None
     routes: ArraySpec | None
+    routes_from: int  # first row of routes that is known
 
 
 class _SchemaOnly(Struct):
@@ -110,7 +111,7 @@ def _encode_trajectory(t: Trajectory, buffers: list[Buffer]) -> TrajectoryHead:
         if array is not None:
             buffers.append(pack(name, field, array, allowed, 3))
         specs.append(None if array is None else spec_of(array))
-    return TrajectoryHead(name, t.reward, t.finish_reason, segments, *specs)
+    return TrajectoryHead(name, t.reward, t.finish_reason, segments, specs[0], specs[1], t.routes_from)
 
 
 def read_group(frames: Sequence[Buffer]) -> GroupHead:
@@ -190,8 +191,10 @@ def _sizes(t: TrajectoryHead, num_prompt: int) -> list[int]:
         if counts.shape[0] != len(t.segments):
             raise WireError(f"{t.trajectory_id}: {counts.shape[0]} route counts for {len(t.segments)} segments")
         sizes.append(num_bytes(t.trajectory_id, "route_counts", counts, _COUNTS))
+    rows = max(num_prompt + n - 1, 0)  # the last token is never an input
+    if not 0 <= t.routes_from <= rows:
+        raise WireError(f"{t.trajectory_id}: routes_from={t.routes_from}, {num_prompt} + {n} tokens have {rows} rows")
     if routes is not None:
-        rows = max(num_prompt + n - 1, 0)  # the last token is never an input
         if routes.shape[0] != rows:
             raise WireError(f"{t.trajectory_id}: {routes.shape[0]} route rows, {num_prompt} + {n} tokens have {rows}")
         sizes.append(num_bytes(t.trajectory_id, "routes", routes, _ROUTES))
@@ -226,4 +229,6 @@ def _decode_trajectory(t: TrajectoryHead, buffers: Iterator[Buffer]) -> Trajecto
         None if counts is None else view(next(buffers), dtype_of(counts), counts.shape),
         None if routes is None else view(next(buffers), dtype_of(routes), routes.shape),
     )
-    return Trajectory(t.trajectory_id, ids, logprobs, mask, segments, t.reward, t.finish_reason, *rest)
+    return Trajectory(
+        t.trajectory_id, ids, logprobs, mask, segments, t.reward, t.finish_reason, *rest, t.routes_from
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from asyncrl.arrays import Buffer
 from asyncrl.errors import WireError
 from asyncrl.types import ModelInfo
 
-SCHEMA = 3
+SCHEMA = 4
 """Raised with every change of a struct below; peers with another number are refused."""
 
 

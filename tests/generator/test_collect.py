@@ -151,6 +151,35 @@ def test_masked_tokens_are_not_counted():
     assert counts[0].tolist() == [0, 0, 2, 2]
 
 
+def test_rows_before_routes_from_are_in_no_count():
+    # Rows 2, 3, 4, 5 predict the four tokens; their first experts are 2, 0, 1, 2.
+    segments = (Segment(Version(0, 7), 0, 1), Segment(Version(0, 8), 1, 4))
+    for first, wanted in (
+        (0, [[0, 0, 1, 1], [1, 1, 1, 3]]),
+        (2, [[0, 0, 1, 1], [1, 1, 1, 3]]),
+        (3, [[0, 0, 0, 0], [1, 1, 1, 3]]),
+        (4, [[0, 0, 0, 0], [0, 1, 1, 2]]),
+        (6, [[0, 0, 0, 0], [0, 0, 0, 0]]),
+    ):
+        t = make(completion(segments=segments, routes_from=first), full=True)
+        assert t.route_counts[:, 0].tolist() == t.route_counts[:, 1].tolist() == wanted
+        assert t.routes_from == first and t.loss_mask.all() and t.routes.shape == (6, 2, 2)
+    sampled = np.array([True, True, False, True])
+    t = make(completion(segments=segments, routes_from=3, sampled=sampled))
+    assert t.route_counts[:, 0].tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("first", [-1, 7])
+def test_routes_from_beyond_the_rows_is_refused(first):
+    with pytest.raises(RouteError, match=rf"0/p#0\.1: routes_from={first} is outside \[0, 6\], the number of rows"):
+        make(completion(routes_from=first))
+
+
+def test_a_dense_model_has_no_routes_to_cut():
+    t = to_trajectory(completion(routes=None, routes_from=5), "a", 3, 0.0, ModelInfo((), 0, 0, 10), True)
+    assert (t.routes_from, t.route_counts, t.routes) == (0, None, None)
+
+
 def test_busy_log_places_increases_at_the_end_of_a_tick():
     busy = BusyLog()
     busy.sample(10.0, 0.0)

@@ -328,7 +328,7 @@ def _batch(hook: RouteHook) -> MicroBatch:
         mask[i, 1 : length - 1] = True
         routes[:, i, length - 1 :] = -1
     targets = torch.cat((ids[:, 1:], ids.new_zeros(2, 1)), dim=1)
-    return MicroBatch((0, 1), ids, targets, mask, torch.zeros(2, 9), torch.tensor([0.7, 1.3]), routes, grad=True)
+    return MicroBatch((0, 1), ids, targets, mask, mask, torch.zeros(2, 9), torch.tensor([0.7, 1.3]), routes, grad=True)
 
 
 def _learn(folder: Path, batch: MicroBatch, world: Any, on: bool) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

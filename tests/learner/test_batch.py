@@ -1,5 +1,7 @@
 """Collate: alignment, the staleness mask and micro-batches."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,28 @@ def test_only_the_tokens_older_than_the_bound_lose_their_mask_and_their_counts()
     assert row.counts.sum(1).tolist() == [12, 12]
 
 
+def test_tokens_of_unknown_routes_train_but_are_neither_counted_nor_forced():
+    t = replace(traced("a", 0, 3, 4), routes_from=4)
+    (row,) = rows_of([group_of(t)], 5, 0, INFO)
+    # Rows 2 and 3 predict the first two tokens.
+    assert row.count_mask.tolist() == [False, False, True, True] and row.loss_mask.all()
+    batch = collate([row], [0], INFO, True, True)
+    assert batch.predict_mask.tolist() == [[False, False, True, True, True, True, False]]
+    assert batch.count_mask.tolist() == [[False, False, False, False, True, True, False]]
+    assert batch.routes[1, 0].tolist() == [[-1, -1]] * 4 + [[0, 1], [1, 2], [-1, -1]]
+    assert (t.routes[:4] != 255).all()  # the record itself is as it came
+    moved = batch.to(torch.device("cpu"))
+    assert torch.equal(moved.count_mask, batch.count_mask) and torch.equal(moved.predict_mask, batch.predict_mask)
+
+
+@pytest.mark.parametrize(("first", "counted"), [(0, 4), (2, 4), (3, 3), (6, 0)])
+def test_unknown_prompt_rows_cost_no_token(first, counted):
+    (row,) = rows_of([group_of(replace(traced("a", 0, 3, 4), routes_from=first))], 5, 0, INFO)
+    assert row.count_mask.sum() == counted
+    batch = collate([row], [0], INFO, True, True)
+    assert (batch.routes[0, 0, :, 0] >= 0).tolist() == [first <= s < 6 for s in range(7)]
+
+
 def test_lag_of_a_response_is_the_largest_lag_of_a_used_token():
     t = make_trajectory("a", 3, 10, INFO, np.random.default_rng(0), ((7, 4), (8, 10)))
     (row,) = rows_of([group_of(t)], 9, 7, INFO)
@@ -89,7 +113,7 @@ def test_empty_response_has_no_tokens_and_zero_counts():
 def test_routes_of_another_row_count_are_refused_by_name(cut):
     t = traced("0/p#0.3", 0, 3, 4)
     routes = np.concatenate([t.routes, t.routes[:1]]) if cut > 0 else t.routes[:-1]
-    bad = Trajectory(*[getattr(t, f) for f in t.__slots__[:-1]], routes)
+    bad = replace(t, routes=routes)
     with pytest.raises(RouteError, match=r"0/p#0\.3.*\[6, 2, 2\].*\[[57], 2, 2\]"):
         collate(rows_of([group_of(bad)], 5, 0, INFO), [0], INFO, True, True)
 
