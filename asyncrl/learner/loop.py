@@ -32,7 +32,8 @@ from asyncrl.metrics.sink import Sink, hold
 from asyncrl.models.describe import describe
 from asyncrl.transport.keys import client_keys
 from asyncrl.types import Version
-from asyncrl.weights.publisher import open_publisher
+from asyncrl.weights.collective.publisher import Groups
+from asyncrl.weights.publisher import Engines, open_publisher
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +67,9 @@ class Learner:
         w, n = config.weights, config.staleness
         self.publisher = (
             open_publisher(
-                w.carrier, run_dir / "weights", w.keep_versions, bind=w.bind, security=config.weights_security,
-                keys=config.weights_keys, with_delta=w.delta,
+                w.carrier, Path(w.dir or run_dir / "weights"), w.keep_versions, bind=w.bind,
+                security=config.weights_security, keys=config.weights_keys, with_delta=w.delta,
+                engines=_engines(config, world),
             ) if world.is_writer else None
         )  # fmt: skip
         due = Due(n.sync_every, n.max_lag)
@@ -254,6 +256,13 @@ class Learner:
         if self.recorder is not None:
             self.recorder.close()
         self.publishing.close()
+
+
+def _engines(config: Config, world: World) -> Engines:
+    """What the carriers must know of the engines."""
+    g, w = config.generator, config.weights
+    groups = Groups(w.backend, str(world.device), w.bucket_bytes, w.timeout_s)
+    return Engines(Path(g.model or config.model.path), g.engine == "sglang", w.quantize, groups)
 
 
 def run(config: Config, run_dir: Path) -> None:

@@ -43,6 +43,7 @@ _NOT_ARCHITECTURE = {
     "initializer_range",
     "output_router_logits",
     "pad_token_id",
+    "quantization_config",
     "router_aux_loss_coef",
     "torch_dtype",
     "transformers_version",
@@ -74,15 +75,16 @@ def describe(path: str | Path) -> ModelInfo:
     return ModelInfo(layers, num_experts if layers else 0, top_k, vocab_size, _fingerprint(folder, config))
 
 
-def max_length(path: str | Path) -> int:
-    """Longest prompt + response in tokens: what the model folder at path was made for, at most MAX_LENGTH.
+def max_length(path: str | Path, at_most: int | None = MAX_LENGTH) -> int:
+    """Longest prompt + response in tokens: what the model folder at path was made for, and at_most.
 
-    Raises ConfigError naming the file.
+    A folder that does not say counts as made for MAX_LENGTH. Raises ConfigError naming the file.
     """
     config = read_config(Path(path))
     inner = config.get("text_config")
     longest = _first(inner if isinstance(inner, dict) else {}, _LENGTHS) or _first(config, _LENGTHS)
-    return min(longest, MAX_LENGTH) if longest > 0 else MAX_LENGTH
+    longest = longest if longest > 0 else MAX_LENGTH
+    return longest if at_most is None else min(longest, at_most)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from asyncrl.models.names import layout
 SHARD_BYTES = 50_000_000_000
 """Largest file of save_pretrained, unless one tensor is larger."""
 
-WORDS = {getattr(torch, name): word for word, name in (DTYPES | INTEGERS).items()}
+WORDS = {getattr(torch, name): word for word, name in (DTYPES | INTEGERS).items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 """Names of dtypes in a safetensors header."""
 
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf", ".pt", ".pth")

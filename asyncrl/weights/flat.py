@@ -31,6 +31,7 @@ DTYPES = {
         torch.float32,
         torch.float16,
         torch.bfloat16,
+        torch.float8_e4m3fn,
         torch.int64,
         torch.int32,
         torch.int16,

@@ -92,7 +92,7 @@ _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
 
 
-def seal(message: Request | Reply) -> bytes:
+def seal(message: msgspec.Struct) -> bytes:
     """The frame of a message."""
     body = _encoder.encode(message)
     return _SEAL.pack(xxhash.xxh3_64_intdigest(body)) + body
@@ -100,7 +100,7 @@ def seal(message: Request | Reply) -> bytes:
 
 def open_request(frames: Sequence[Buffer]) -> Request | None:
     """The request, None for anything else that came in."""
-    body = _unsealed(frames[0]) if len(frames) == 1 else None
+    body = unsealed(frames[0]) if len(frames) == 1 else None
     try:
         return _requests.decode(body) if body is not None else None
     except msgspec.MsgspecError:
@@ -109,7 +109,7 @@ def open_request(frames: Sequence[Buffer]) -> Request | None:
 
 def open_reply(frames: Sequence[Buffer]) -> Reply | None:
     """The reply, None for damaged or unknown frames. Only a Chunk has a second frame."""
-    body = _unsealed(frames[0]) if frames else None
+    body = unsealed(frames[0]) if frames else None
     try:
         reply = _replies.decode(body) if body is not None else None
     except msgspec.MsgspecError:
@@ -117,7 +117,8 @@ def open_reply(frames: Sequence[Buffer]) -> Reply | None:
     return reply if len(frames) == (2 if isinstance(reply, Chunk) else 1) else None
 
 
-def _unsealed(frame: Buffer) -> memoryview | None:
+def unsealed(frame: Buffer) -> memoryview | None:
+    """The encoded message in a frame, None when it is damaged or no such frame."""
     view = memoryview(frame)
     if len(view) < _SEAL.size:
         return None

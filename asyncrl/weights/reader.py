@@ -12,26 +12,33 @@ from torch import Tensor
 from asyncrl.errors import WeightSyncError
 from asyncrl.transport.keys import ClientKeys
 from asyncrl.types import Version
-from asyncrl.weights import shm, zmq
+from asyncrl.weights import folders, shm, zmq
+from asyncrl.weights.collective import client
+from asyncrl.weights.collective.messages import SCHEME as COLLECTIVE
 
 
 class Reader:
     """One receiver of versions. Keeps the last version of a zmq source, to be sent the difference only.
 
-    That costs host memory of one copy of the weights; with_delta=False keeps none. keys: for publishers with
-    security curve. Use from one thread at a time.
+    That costs host memory of one copy of the weights; with_delta=False keeps none. Of collective it keeps which engine
+    is in which group. keys: for publishers with security curve. Use from one thread at a time.
     """
 
     def __init__(self, with_delta: bool = True, keys: ClientKeys | None = None) -> None:
         self._with_delta, self._keys = with_delta, keys
         self._base: zmq.Base | None = None
+        self._groups = client.Groups(keys)
 
-    def source(self, source: str, version: Version) -> Fetch:
-        """The ways to get that version, for an engine."""
+    def source(self, source: str, version: Version) -> Fetch | folders.Folder | client.Source:
+        """The ways to get that version, for an engine (engines.base.Source). WeightSyncError for no such carrier."""
+        if source.startswith(COLLECTIVE):
+            return client.Source(self._groups, source, version)
+        if source.startswith(folders.SCHEME):
+            return folders.Folder(source, version)
         return Fetch(self, source, version)
 
     def read(self, source: str, version: Version) -> dict[str, Tensor]:
-        """The tensors of version by name; they must not be changed. WeightSyncError when it cannot be had."""
+        """The tensors of version by name, of shm and zmq; they must not be changed. WeightSyncError without them."""
         if not source.startswith(zmq.SCHEME):
             return shm.read(source, version)
         weights = zmq.read(source, version, self._base, keys=self._keys)
@@ -40,7 +47,7 @@ class Reader:
 
 
 class Fetch:
-    """One announced version as an engine gets it (engines.base.Source)."""
+    """One announced version of shm or zmq as an engine gets it (engines.base.Source)."""
 
     kind: Literal["tensors"] = "tensors"
 

@@ -95,6 +95,7 @@ def test_fingerprint_follows_architecture_and_tokenizer_only(tmp_path: Path) -> 
     base = fingerprint("a")
     assert len(base) == 16
     assert fingerprint("a", torch_dtype="bfloat16", transformers_version="5.0", use_cache=False) == base
+    assert fingerprint("a", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]}) == base
     assert fingerprint("b") != base
     assert fingerprint("a", rope_theta=5.0) != base
 
