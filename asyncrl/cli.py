@@ -49,14 +49,15 @@ def _role(name: str) -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 
-def _prepare(config: Config, weights: bool = True) -> Path:
+def _prepare(config: Config, weights: bool = True, generates: bool = False) -> Path:
     """Checks that need the model folder, then the run folder with the resolved config.
 
-    weights: whether this role loads the model's weights; replay reads its config and tokenizer only.
+    weights: whether this role loads the model's weights; replay reads its config and tokenizer only. generates:
+    whether it is a generator.
     """
     from asyncrl.preflight import preflight
 
-    preflight(config, weights)
+    preflight(config, weights, generates)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
@@ -103,7 +104,7 @@ def generate(
     ensure_environment(config.generator.threads)
     id = id or f"{socket.gethostname()}-{os.getpid()}"
     _role(id)
-    run_dir = _prepare(config)
+    run_dir = _prepare(config, generates=True)
     from asyncrl.generator.role import run as sample
 
     sample(config, run_dir, id)

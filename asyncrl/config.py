@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError, model_validator
 
+from asyncrl import rules, rules_engine
 from asyncrl.errors import ConfigError
-from asyncrl.rules import problems
 from asyncrl.sections.base import Section
 from asyncrl.sections.fleet import (
     EvalSection,
@@ -94,7 +94,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Config:
-        for problem in problems(self):
+        for problem in (*rules.problems(self), *rules_engine.problems(self)):
             raise ValueError(problem)
         return self
 

@@ -9,6 +9,7 @@ import logging
 import os
 from pathlib import Path
 
+from asyncrl import preflight_sglang
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError, TransportError
 from asyncrl.models.describe import describe, max_length
@@ -23,16 +24,19 @@ from asyncrl.types import ModelInfo
 log = logging.getLogger(__name__)
 
 
-def preflight(config: Config, weights: bool = True) -> ModelInfo:
+def preflight(config: Config, weights: bool = True, generates: bool = False) -> ModelInfo:
     """The learner's model. Raises ConfigError with a line per problem: key, value and remedy.
 
-    weights: check also that the files with the weights are whole and readable, by their headers.
+    weights: check also that the files with the weights are whole and readable, by their headers. generates: check also
+    what generators on this host need.
     """
     info = _check_models(config)
     problems: list[str] = []
+    if config.generator.engine == "sglang":
+        problems += preflight_sglang.faults(config, weights, generates)
     if weights:
         problems += _weight_faults(config)
-    for check in (_check_length, _check_task, lambda c: _check_memory(c, info), _check_network, _check_run_dir):
+    for check in (_check_length, _check_task, lambda c: _check_memory(c, info), _check_network, _check_folders):
         try:
             check(config)
         except ConfigError as exc:
@@ -45,6 +49,8 @@ def preflight(config: Config, weights: bool = True) -> ModelInfo:
 def _weight_faults(config: Config) -> list[str]:
     """A sentence per model folder whose weights cannot be loaded."""
     folders = {"generator.model": config.generator.model, "model.path": config.model.path}
+    if config.generator.engine == "sglang":
+        del folders["generator.model"]  # a server reads kinds that the learner does not
     faults = {}
     for key, path in folders.items():
         try:
@@ -78,12 +84,12 @@ def _check_network(config: Config) -> None:
     _check_bind("replay", r.bind, r.security, "read prompts and feed the training")
     if r.security == "curve":
         keys.check(r.keys, r.client)
-    if w.carrier == "zmq":
+    if w.carrier in ("zmq", "collective"):
         _check_bind("weights", w.bind, config.weights_security, "copy the weights")
         if config.weights_security == "curve":
             keys.check(config.weights_keys, r.client, "replay.keys" if w.keys is None else "weights.keys")
         _check_reach(r, w.bind)
-    elif not _is_local(r.bind):
+    elif w.carrier == "shm" and not _is_local(r.bind):
         log.warning(
             "replay.bind=%s serves other hosts, but with weights.carrier=shm only generators on the learner's host can "
             "load weights; set weights.carrier=zmq and weights.bind for the others (docs/operations.md)",
@@ -132,14 +138,16 @@ def _describe(key: str, path: str) -> ModelInfo:
 
 def _check_length(config: Config) -> None:
     prompt, new = _longest_prompt(config), config.sampling.max_new_tokens
-    limit = max_length(config.model.path)
+    served = config.generator.engine == "sglang"
+    limit = preflight_sglang.longest(config) if served else max_length(config.model.path)
+    holds = f"model.path={config.model.path!r}{' and its server (generator.sglang.args)' if served else ''} can hold"
     if prompt + new > limit:
         raise ConfigError(
             f"sampling.max_new_tokens={new} and a prompt of up to {prompt} tokens exceed the {limit} tokens that "
-            f"model.path={config.model.path!r} can hold; set sampling.max_new_tokens <= {limit - prompt}"
+            f"{holds}; set sampling.max_new_tokens <= {limit - prompt}"
             if prompt < limit
             else f"a prompt of up to {prompt} tokens leaves no room for sampling.max_new_tokens={new} in the {limit} "
-            f"tokens that model.path={config.model.path!r} can hold; lower task.max_terms"
+            f"tokens that {holds}; lower task.max_terms"
         )
 
 
@@ -204,17 +212,22 @@ def _check_connect(replay: ReplaySection) -> None:
         log.warning("%s: replay.bind=%s has another port; right only behind a forwarder", setting, replay.bind)
 
 
-def _check_run_dir(config: Config) -> None:
-    """The nearest thing that exists on the way to the run folder must be a folder we may write in."""
-    folder = config.run_dir
+def _check_folders(config: Config) -> None:
+    _check_writable("run.dir", config.run.dir, config.run_dir)
+    if config.weights.carrier == "disk" and config.weights.dir is not None:
+        _check_writable("weights.dir", config.weights.dir, Path(config.weights.dir))
+
+
+def _check_writable(key: str, value: str, folder: Path) -> None:
+    """The nearest thing that exists on the way to the folder must be a folder we may write in."""
     try:
         found = next(p for p in (folder, *folder.parents) if _exists(p))
         usable = found.is_dir() and os.access(found, os.W_OK | os.X_OK)
     except (OSError, ValueError) as exc:
-        raise ConfigError(f"run.dir={config.run.dir!r}: {exc}; set run.dir to a folder") from exc
+        raise ConfigError(f"{key}={value!r}: {exc}; set {key} to a folder") from exc
     if not usable:
         state = "cannot be written" if found.is_dir() else "is not a folder"
-        raise ConfigError(f"run.dir={config.run.dir!r}: {str(found)!r} {state}; set run.dir to another folder")
+        raise ConfigError(f"{key}={value!r}: {str(found)!r} {state}; set {key} to another folder")
 
 
 def _exists(path: Path) -> bool:

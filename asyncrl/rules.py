@@ -76,15 +76,16 @@ def problems(c: Config) -> Iterator[str]:
             f"replay.keys={c.replay.keys!r} would not be used with replay.security={c.replay.security}; "
             "set replay.security=curve or replay.keys=null"
         )
-    if c.weights_security == "curve" and c.weights.carrier == "zmq" and c.weights_keys is None:
+    served = c.weights.carrier in ("zmq", "collective")
+    if c.weights_security == "curve" and served and c.weights_keys is None:
         yield (
             "weights.security=curve needs weights.keys; make a folder with `asyncrl keys new DIR` and set "
             "weights.keys=DIR"
         )
-    if c.weights.keys is not None and (c.weights.carrier != "zmq" or c.weights_security != "curve"):
+    if c.weights.keys is not None and (not served or c.weights_security != "curve"):
         yield (
             f"weights.keys={c.weights.keys!r} would not be used with weights.carrier={c.weights.carrier} and "
-            f"weights.security={c.weights_security}; set weights.carrier=zmq and weights.security=curve, "
+            f"weights.security={c.weights_security}; set weights.carrier=zmq or collective and weights.security=curve, "
             "or weights.keys=null"
         )
     yield from _schedule(c)

@@ -145,7 +145,7 @@ def run(config: Config, resume: bool = False) -> int:
     resume: go on in the run folder of this name; ConfigError when that cannot be. Waits for the learner without a
     limit of its own: every role's waits have limits.
     """
-    model = preflight(config)
+    model = preflight(config, generates=config.generator.count > 0)
     said: list[str] = []
     if not resume:
         config = fresh_run(config)

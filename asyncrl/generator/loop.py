@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
+from asyncrl.engines.gate import Gate
 from asyncrl.errors import (
     RouteError,
     TaskError,
@@ -202,6 +203,9 @@ class Generator:
                 self.asked_at = None
             rows = self._free_rows()
             want = rows // self.config.algorithm.group_size
+            # Behind a closed gate the time of a lease would pass without a token.
+            if isinstance(self.engine, Gate) and not self.engine.is_open:
+                want = 0
             if self.held is not None and want > 0 and self.asked_at is None and now >= self.pause_until:
                 self.asked_at = now
                 await self.link.send(wire.encode(wire.LeaseRequest(held_tuple(self.held), want, rows)))
@@ -297,11 +301,18 @@ class Generator:
             self.wake.set()
 
     async def _load_now(self, version: Version, source: str) -> None:
-        """Waits for the engine at most LOAD_TIMEOUT_S; WeightSyncError after."""
+        """Waits for the engine at most LOAD_TIMEOUT_S; WeightSyncError after.
+
+        That is without the time which running responses get before it (weights.on_load); their leases bound that.
+        """
         self.loading = True
         try:
-            async with asyncio.timeout(LOAD_TIMEOUT_S):
-                await self.engine.load(version, self.reader.source(source, version))
+            fetch = self.reader.source(source, version)
+            if isinstance(self.engine, Gate):
+                await self.engine.load(version, fetch, LOAD_TIMEOUT_S)
+            else:
+                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                    await self.engine.load(version, fetch)
         except TimeoutError as exc:
             raise WeightSyncError(f"loading version {version} took more than {LOAD_TIMEOUT_S:g} s") from exc
         finally:
@@ -354,7 +365,7 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
 def _reader(config: Config) -> Reader:
     """A reader of the published versions, with the keys that their publisher asks for."""
     w, keys = config.weights, None
-    if w.carrier == "zmq":
+    if w.carrier in ("zmq", "collective"):
         setting = "weights.keys" if w.keys is not None else "replay.keys"
         keys = client_keys(config.weights_security, config.weights_keys, config.replay.client, setting)
     return Reader(w.delta, keys)

@@ -7,59 +7,44 @@ import contextlib
 import signal
 from pathlib import Path
 
-import xxhash
-
 from asyncrl.config import Config
-from asyncrl.engines.probe import probe
-from asyncrl.engines.torch_engine import TorchEngine
 from asyncrl.generator.loop import Generator
+from asyncrl.generator.open_engine import open_engine
 from asyncrl.generator.sample import Sampler
 from asyncrl.models.describe import describe
-from asyncrl.models.device import pick_device
 from asyncrl.tasks.base import read_stop_token_ids
 from asyncrl.tasks.pool import RewardPool
 from asyncrl.tasks.text import Decoder
-from asyncrl.types import ModelInfo, Version
+from asyncrl.types import ModelInfo, SamplingParams
 
 
 async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInfo) -> int:
-    """Build the parts of one generator, probe the engine, run until stopped, close everything.
+    """Build the parts of one generator around a probed engine, run until stopped, close everything.
 
     Returns the exit status: 0 when replay said that the run is over, 128 + n after signal n.
     """
     model = config.generator.model or config.model.path
-    rows = config.generator.groups_in_flight * config.algorithm.group_size
-    engine = TorchEngine(
-        model, version=Version(0, -1), threads=config.generator.threads, max_rows=rows,
-        # float64 is for checks of the learner: sampling in it would only be slow.
-        dtype="bfloat16" if config.model.dtype == "bfloat16" else "float32", router_dtype=config.model.router_dtype,
-        device=pick_device(config.generator.device, "generator.device"),
-        seed=hash_seed(config.run.seed, generator_id),
-    )  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        stack.callback(engine.close)
-        pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
-        sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, read_stop_token_ids(model))
-        await probe(engine, sampler.params())
-        place = config.replay.connect or run_dir / "replay.address"
-        generator = Generator(config, place, sampler, generator_id)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, generator.on_signal, number)
-        try:
-            await generator.run()
-        finally:
-            # Told to stop, it has waited for all that matters, or for a replay that is gone.
-            if generator.cause is None and not generator.over:
-                generator.link.leave()
-            else:
-                await generator.link.close()
+    stops = read_stop_token_ids(model)
+    sampling = SamplingParams(config.sampling.temperature, config.sampling.max_new_tokens, stops)
+    # The pool is closed first: it asks nothing of the engine, and its workers end at once.
+    async with open_engine(config, run_dir, generator_id, info, sampling) as engine:
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
+            sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, stops)
+            place = config.replay.connect or run_dir / "replay.address"
+            generator = Generator(config, place, sampler, generator_id)
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, generator.on_signal, number)
+            try:
+                await generator.run()
+            finally:
+                # Told to stop, it has waited for all that matters, or for a replay that is gone.
+                if generator.cause is None and not generator.over:
+                    generator.link.leave()
+                else:
+                    await generator.link.close()
     return 128 + generator.signal if generator.signal and not generator.over else 0
-
-
-def hash_seed(seed: int, generator_id: str) -> int:
-    """Different generators sample differently; the same one repeats."""
-    return int(xxhash.xxh3_64_intdigest(f"{seed}|{generator_id}".encode()) % 2**31)
 
 
 def run(config: Config, run_dir: Path, generator_id: str) -> None:

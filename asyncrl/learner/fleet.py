@@ -7,6 +7,12 @@ from typing import Any
 
 from asyncrl.learner.overlap import Overlap
 
+_PASSED_ON = (
+    "loads", "load_s", "load_failures", "in_flight", "reward_errors", "timeouts", "waits", "resampled",
+    "retractions", "cached_tokens", "stale_prefix", "unsure_tokens",
+)  # fmt: skip
+"""Gauges and counters of a generator that are metrics as they are, where it has them."""
+
 
 class FleetRates:
     """Turns cumulative counters into rates between two calls."""
@@ -74,7 +80,7 @@ class FleetRates:
             delta = gauges.get(key, 0.0) - last.get(key, 0.0)
             out[rate] = delta / span if span > 1e-6 else self._rate(name, rate)
             self._last.setdefault(f"{name}#rates", {})[rate] = out[rate]
-        for key in ("loads", "load_s", "load_failures", "in_flight", "reward_errors", "timeouts"):
+        for key in _PASSED_ON:
             if key in gauges:
                 out[key] = gauges[key]
         return out

@@ -55,8 +55,8 @@ class SglangSection(Section):
     """File with the API key of the server; started servers get it as theirs."""
     admin_key_file: str | None = Field(None, min_length=1)
     """File with the key for weight updates and pauses; default: the API key."""
-    start_timeout_s: Seconds = Field(600.0, ge=10)
-    """How long a server may take to load the model and to answer."""
+    start_timeout_s: Seconds = Field(240.0, ge=10)
+    """How long a server may take to load the model and to answer; below run.watchdog_s and learner.take_timeout_s."""
     answer_s: Seconds = Field(60.0, ge=1)
     """Longest wait for an answer that needs no sampling, and silence after which a server counts as hung."""
 
