@@ -89,7 +89,7 @@ def section(model: type[BaseModel], prefix: str, docs: dict[Any, str], types: di
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             inner += section(annotation, f"{prefix}{name}.", docs, types)
             continue
-        default = "required" if info.is_required() else show(info.default)
+        default = "required" if info.is_required() else show(info.get_default(call_default_factory=True))
         text = docs.get((model.__name__, name), "").replace("|", "\\|")
         rows.append(f"| `{prefix}{name}` | {kind(info, types[model.__name__, name])} | {default} | {text} |")
     return [*lines, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, *inner]
