@@ -80,7 +80,15 @@ def _model(config: Config) -> Iterator[str]:
         return
     if config.weights.carrier not in ("collective", "disk"):
         return
-    kind = read_config(path).get("quantization_config")
+    found = read_config(path)
+    if found.get("model_type") == "qwen3_moe" and (
+        found.get("mlp_only_layers") or found.get("decoder_sparse_step", 1) != 1
+    ):
+        yield (
+            f"{key}={str(path)!r} is a qwen3_moe with dense layers (mlp_only_layers or decoder_sparse_step), of which "
+            "SGLang 0.5.23 makes mixtures, dropping their weights without a word; set generator.engine=torch"
+        )
+    kind = found.get("quantization_config")
     if config.weights.quantize == "none" and kind:
         yield (
             f"{key}={str(path)!r} is quantised ({_kind(kind)}), and weights.quantize=none sends weights as they are "

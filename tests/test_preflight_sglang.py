@@ -161,3 +161,12 @@ def test_folders_of_weights_need_no_network(models, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"weights\.dir='.*file/x': '.*file' is not a folder; set weights\.dir"):
         preflight(config(models / "moe", weights={"carrier": "disk", "dir": f"{tmp_path}/file/x"}))
+
+
+@pytest.mark.parametrize("fields", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
+def test_dense_layers_that_sglang_would_make_mixtures_are_refused(tmp_path, fields):
+    qwen3_moe(layers=2, experts=8).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    found = preflight_sglang.faults(config(tmp_path), weights=True, starts=False)
+    assert len(found) == 1 and "qwen3_moe with dense layers" in found[0] and "generator.engine=torch" in found[0]

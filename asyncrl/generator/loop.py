@@ -44,6 +44,8 @@ HEARTBEAT_S = 1.0
 MAX_LOAD_FAILURES = 3
 LOAD_TIMEOUT_S = 180.0
 """Longest load, reading and copying: then it counts as failed. Reading gives up earlier when nothing moves."""
+PHASES = 4
+"""With carriers whose phases have weights.timeout_s each: that many of them may be slow in one load."""
 LOAD_RETRY_S = 1.0
 """Long enough for a newer announcement, or for the Stop of a run that is over, to arrive first."""
 
@@ -72,6 +74,8 @@ class Generator:
         self.busy = BusyLog()
         self.load_failures, self.load_after, self.loading = 0, 0.0, False
         self.gone: Version | None = None
+        w = config.weights
+        self.load_limit_s = max(LOAD_TIMEOUT_S, PHASES * w.timeout_s if w.carrier in ("collective", "disk") else 0.0)
         self.reader = _reader(config)
         r, limit_s = config.replay, config.run.start_timeout_s
         keys = client_keys(r.security, r.keys, r.client)
@@ -301,7 +305,7 @@ class Generator:
             self.wake.set()
 
     async def _load_now(self, version: Version, source: str) -> None:
-        """Waits for the engine at most LOAD_TIMEOUT_S; WeightSyncError after.
+        """Waits for the engine at most load_limit_s; WeightSyncError after.
 
         That is without the time which running responses get before it (weights.on_load); their leases bound that.
         """
@@ -309,12 +313,12 @@ class Generator:
         try:
             fetch = self.reader.source(source, version)
             if isinstance(self.engine, Gate):
-                await self.engine.load(version, fetch, LOAD_TIMEOUT_S)
+                await self.engine.load(version, fetch, self.load_limit_s)
             else:
-                async with asyncio.timeout(LOAD_TIMEOUT_S):
+                async with asyncio.timeout(self.load_limit_s):
                     await self.engine.load(version, fetch)
         except TimeoutError as exc:
-            raise WeightSyncError(f"loading version {version} took more than {LOAD_TIMEOUT_S:g} s") from exc
+            raise WeightSyncError(f"loading version {version} took more than {self.load_limit_s:g} s") from exc
         finally:
             self.loading = False
 

@@ -129,14 +129,14 @@ def publish(replay, publisher, version):
 
 
 @pytest.mark.parametrize("fault", ["fails", "hangs"])
-def test_two_go_on_when_the_third_cannot_load(replay, publisher, tmp_path, monkeypatch, fault):
+def test_two_go_on_when_the_third_cannot_load(replay, publisher, tmp_path, fault):
     async def scenario():
         async with fleet(tmp_path) as (made, tasks):
             await until(lambda: len(replay.peers) == 3)
             publish(replay, publisher, V1)
             await until(lambda: all(g.held == V1 for g in made.values()))
             if fault == "hangs":
-                monkeypatch.setattr(loop, "LOAD_TIMEOUT_S", 0.5)
+                made["g1"].load_limit_s = 0.5
             made["g1"].engine.fault = fault
             publish(replay, publisher, V2)
             await until(lambda: made["g0"].held == made["g2"].held == V2)
