@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -102,7 +103,11 @@ def generate(
 
     config = read(arguments)
     ensure_environment(config.generator.threads)
-    id = id or f"{socket.gethostname()}-{os.getpid()}"
+    id = id or f"{socket.gethostname()[:80]}-{os.getpid()}"
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", id):
+        raise ConfigError(
+            f"--id {id!r}: a name has 1 to 100 letters, digits, '.', '_' and '-', and no '.' or '-' first"
+        )
     _role(id)
     run_dir = _prepare(config, generates=True)
     from asyncrl.generator.role import run as sample

@@ -16,7 +16,7 @@ from asyncrl.config import Config
 from asyncrl.engines.sglang.command import program
 from asyncrl.engines.sglang.key_files import read_key
 from asyncrl.errors import ConfigError
-from asyncrl.models.describe import max_length, read_config
+from asyncrl.models.describe import max_length, read_config, text_config
 from asyncrl.models.folder import INDEX, SINGLE
 
 RESERVED = 2
@@ -98,6 +98,22 @@ def _model(config: Config) -> Iterator[str]:
         yield (
             f"{key}={str(path)!r} is {_kind(kind)}, and weights.quantize=fp8_block sends FP8 with a scale per "
             "128 x 128 block; set generator.model to such a checkpoint of the model, or weights.quantize=none"
+        )
+    if config.weights.quantize == "fp8_block":
+        yield from _split(config, found)
+
+
+def _split(config: Config, found: dict[str, Any]) -> Iterator[str]:
+    """Each tensor-parallel rank must have whole blocks of every expert: SGLang refuses to start otherwise."""
+    args = {key.replace("_", "-"): value for key, value in config.generator.sglang.args.items()}
+    ranks = int(args.get("tp-size", args.get("tensor-parallel-size", 1))) // int(
+        args.get("ep-size", args.get("expert-parallel-size", 1))
+    )
+    width = text_config(found).get("moe_intermediate_size")
+    if isinstance(width, int) and ranks > 1 and width % (ranks * _BLOCK[0]):
+        yield (
+            f"generator.sglang.args.tp-size={args.get('tp-size')}: experts of {width} rows are no multiple of "
+            f"{_BLOCK[0]} on each of {ranks} GPUs, as FP8 in blocks needs; set a smaller tp-size, or ep-size"
         )
 
 

@@ -46,10 +46,14 @@ from asyncrl.config import load_config
 
 words = sys.argv[1:]
 c = load_config([w for w in words if "=" not in w], [w for w in words if "=" in w])
-print(c.run_dir, int(c.run.shutdown_s), c.run.max_generator_restarts, sep="\n")
+print(c.run_dir, int(c.run.shutdown_s), c.run.max_generator_restarts, len(c.generator.sglang.urls), sep="\n")
 PY
 ) || exit 2
-{ read -r run_dir; read -r shutdown_s; read -r restarts; } <<< "$settings"
+{ read -r run_dir; read -r shutdown_s; read -r restarts; read -r urls; } <<< "$settings"
+if [ "$urls" -gt 0 ] && [ "$urls" -lt "$count" ]; then
+    echo "generator.sglang.urls has $urls servers for $count generators: each needs one of its own, of this host" >&2
+    exit 2
+fi
 logs=${LOGS:-$run_dir/logs}
 prefix=${NAME:-$(hostname -s)-g}
 mkdir -p "$logs"
@@ -71,6 +75,7 @@ look() { # look I: note how it ended, and start it again when it is time
     local ended
     [ -n "${status[$1]:-}" ] && return
     if [ -n "${due[$1]:-}" ]; then
+        [ "$over" -eq 1 ] && status[$1]=0 && return # nobody needs it any more
         [ $SECONDS -ge "${due[$1]}" ] && unset "due[$1]" && start "$1"
         return
     fi
@@ -79,6 +84,7 @@ look() { # look I: note how it ended, and start it again when it is time
     ended=$?
     if [ "$ended" -eq 0 ] || [ "$ended" -eq 2 ] || [ "${left[$1]}" -eq 0 ] || [ "$signalled" -ne 0 ]; then
         status[$1]=$ended
+        [ "$ended" -eq 0 ] && over=1 # replay said so
         [ "$ended" -ne 0 ] && echo "$prefix$1 ended with status $ended; set aside" >&2
         return
     fi
@@ -100,6 +106,7 @@ stop_all() { # SIGTERM, then SIGKILL to what is left after run.shutdown_s
 }
 
 signalled=0
+over=0
 trap 'signalled=2' INT
 trap 'signalled=15' TERM
 trap 'signalled=1' HUP

@@ -37,10 +37,10 @@ def engines(tmp_path):
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
     started = []
 
-    def start(*plans, restarts=3):
+    def start(*plans, restarts=3, words=()):
         for i, plan in enumerate(plans):
             (tmp_path / f"here-g{i}").write_text("\n".join(plan.split()) + "\n")
-        words = [f"run.dir={tmp_path}/runs", "run.shutdown_s=2", f"run.max_generator_restarts={restarts}"]
+        words = [*words, f"run.dir={tmp_path}/runs", "run.shutdown_s=2", f"run.max_generator_restarts={restarts}"]
         command = ["env", "--default-signal=INT", "bash", "launch/engines.sh", str(len(plans))]
         process = subprocess.Popen(
             [*command, "configs/quickstart.yaml", *words], cwd=ROOT, text=True, start_new_session=True,
@@ -76,10 +76,24 @@ def test_each_generator_has_its_id_and_its_number_on_this_host(engines, tmp_path
 
 
 def test_what_failed_or_was_killed_is_started_again_until_the_run_is_over(engines, tmp_path):
-    process = engines("1 kill 0", "0")
+    process = engines("1 kill 0")
     assert process.wait(60) == 0
-    assert len(starts(tmp_path, 0)) == 3 and len(starts(tmp_path, 1)) == 1
+    assert len(starts(tmp_path, 0)) == 3
     assert "here-g0 ended with status 1; started again in 1 s" in process.stderr.read()
+
+
+def test_nothing_is_started_again_for_a_run_that_is_over(engines, tmp_path):
+    process = engines("0", "kill stay")
+    assert process.wait(60) == 0
+    assert len(starts(tmp_path, 1)) == 1
+
+
+def test_each_generator_needs_a_server_of_its_own(engines, tmp_path):
+    words = ["generator.engine=sglang", "generator.sglang.urls=[http://h:1]", "weights.carrier=collective"]
+    process = engines("0", "0", words=words)
+    assert process.wait(60) == 2
+    assert "generator.sglang.urls has 1 servers for 2 generators" in process.stderr.read()
+    assert not (tmp_path / "runs").exists()
 
 
 def test_restarts_are_counted_and_a_refused_config_is_not_tried_again(engines, tmp_path):

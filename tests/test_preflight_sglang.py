@@ -163,6 +163,26 @@ def test_folders_of_weights_need_no_network(models, tmp_path, caplog):
         preflight(config(models / "moe", weights={"carrier": "disk", "dir": f"{tmp_path}/file/x"}))
 
 
+@pytest.mark.parametrize(
+    ("args", "wrong"), [({"tp-size": 4}, True), ({"tp_size": 2}, False), ({"tp-size": 4, "ep-size": 4}, False)]
+)
+def test_experts_in_blocks_must_divide_over_the_gpus(tmp_path, args, wrong):
+    qwen3_moe(layers=2, experts=8).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantised | {"moe_intermediate_size": 768}))
+    made = config(
+        tmp_path,
+        {"args": args},
+        {"model": str(tmp_path)},
+        weights={"quantize": "fp8_block"},
+        model={"dtype": "bfloat16"},
+    )
+    found = preflight_sglang.faults(made, weights=True, starts=False)
+    assert bool(found) is wrong, found
+    assert not found or "tp-size=4: experts of 768 rows" in found[0]
+
+
 @pytest.mark.parametrize("fields", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}])
 def test_dense_layers_that_sglang_would_make_mixtures_are_refused(tmp_path, fields):
     qwen3_moe(layers=2, experts=8).save_pretrained(tmp_path)

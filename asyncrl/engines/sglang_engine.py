@@ -25,7 +25,8 @@ from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
 START = Version(0, -1)
 """What the weights that a server started with are called."""
 _CLOSE_S = 2.0
-"""How long close waits for the last aborts. With generator.leave.LEAVE_S it fits into run.shutdown_s."""
+"""How long close waits for the last aborts. With generator.leave.LEAVE_S and the server's end this may exceed the
+default run.shutdown_s; what is left is killed then."""
 _WATCH_S = 10.0
 """Longest time between two looks at a server that has requests."""
 

@@ -24,13 +24,34 @@ async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInf
     Returns the exit status: 0 when replay said that the run is over, 128 + n after signal n.
     """
     model = config.generator.model or config.model.path
-    stops = read_stop_token_ids(model)
-    sampling = SamplingParams(config.sampling.temperature, config.sampling.max_new_tokens, stops)
+    sampling = SamplingParams(config.sampling.temperature, config.sampling.max_new_tokens, read_stop_token_ids(model))
+    loop = asyncio.get_running_loop()
+    opening, early = asyncio.current_task(), list[int]()
+    assert opening is not None
+
+    def stop_early(number: int) -> None:
+        early.append(number)
+        opening.cancel()
+
+    # A server may take minutes to start, and has to be ended in order then, too.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_early, number)
+    try:
+        return await _serve(config, run_dir, generator_id, info, model, sampling)
+    except asyncio.CancelledError:
+        if not early:
+            raise
+        return 128 + early[0]
+
+
+async def _serve(
+    config: Config, run_dir: Path, generator_id: str, info: ModelInfo, model: str, sampling: SamplingParams
+) -> int:
     # The pool is closed first: it asks nothing of the engine, and its workers end at once.
     async with open_engine(config, run_dir, generator_id, info, sampling) as engine:
         with contextlib.ExitStack() as stack:
             pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
-            sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, stops)
+            sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, sampling.stop_token_ids)
             place = config.replay.connect or run_dir / "replay.address"
             generator = Generator(config, place, sampler, generator_id)
             loop = asyncio.get_running_loop()

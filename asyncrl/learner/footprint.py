@@ -59,8 +59,15 @@ def report(config: Config, longest_prompt: int, device_gib: float | None = None)
     lines += [_line(item.name, item.bytes) for item in found.then]
     lines.append(_line(f"peak ({found.moment})", found.total))
     lines += fits(shape, plan, found, _memory(plan) if device_gib is None else device_gib * GIB)
+    if config.weights.carrier == "collective" and plan.device == "cuda":
+        lines.append(
+            "rank 0's GPU has a sender per server beside it: about 1 GiB and weights.bucket_bytes="
+            f"{config.weights.bucket_bytes / 2**20:.0f} MiB each"
+        )
     lines += ["memory of the host", *(_line(name, size) for name, size in _host(config, shape, plan))]
-    if config.generator.count:
+    if config.generator.engine == "sglang":
+        lines.append("memory of an SGLang server: what its mem-fraction-static says")
+    elif config.generator.count:
         lines += ["memory of one generator", *(_line(name, size) for name, size in _generator(config, shape, plan))]
     return lines
 
@@ -133,10 +140,15 @@ def _host(config: Config, shape: Shape, plan: Plan) -> list[tuple[str, float]]:
     token = 4 + 4 + 1
     if config.full_routes:
         token += shape.moe_layers * shape.top_k * (1 if shape.experts <= 256 else 2)
-    return [
+    found: list[tuple[str, float]] = [
         ("a rank's take (ids, log-probs, masks, routes)", plan.share * token * config.staleness.updates_per_take),
         ("rank 0: the copy that is published", shape.parameters * BYTES[plan.dtype]),
     ]
+    if config.weights.carrier in ("shm", "collective"):
+        # One more than are kept while the next one is written.
+        size = 1 if config.weights.quantize == "fp8_block" else BYTES[plan.dtype]
+        found.append(("versions in shared memory", shape.parameters * size * (config.weights.keep_versions + 1)))
+    return found
 
 
 def _generator(config: Config, shape: Shape, plan: Plan) -> list[tuple[str, float]]:

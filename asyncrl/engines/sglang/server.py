@@ -37,6 +37,8 @@ _POLL_S = 0.25
 _ANSWER_S = 5.0
 _SAY_S = 30.0
 """A start that takes long says so this often."""
+_MUTE_S = 60.0
+"""A server that knows its model and says 503 for this long is paused: it was asked for its health then."""
 _WATCH_S = 0.1
 _PORT_S = 10.0
 """How long a fixed port may still belong to a server that was killed just now."""
@@ -238,6 +240,7 @@ async def wait_ready(url: str, timeout_s: float, check: Callable[[], None], name
     """
     started = said = time.monotonic()
     last = "no answer yet"
+    mute: float | None = None
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ANSWER_S)) as session:
         while True:
             check()
@@ -250,6 +253,11 @@ async def wait_ready(url: str, timeout_s: float, check: Callable[[], None], name
                     raise EngineError(f"{url} has no /ready: it is no SGLang server, or too old a one (docs/sglang.md)")
                 # /ready is 503 of a paused server too: its last generator was killed in the middle of an update.
                 if ready == 503 and await _status(session, f"{url}/ping") == 200:
+                    return "paused"
+                # One that was asked for its health while it was paused says 503 to both for ever, but knows its model.
+                told = ready == 503 and await _status(session, f"{url}/model_info") in (200, 401)
+                mute = (mute or time.monotonic()) if told else None
+                if mute is not None and time.monotonic() - mute >= _MUTE_S:
                     return "paused"
                 last = f"/ready is {ready}"
             except (aiohttp.ClientError, TimeoutError, OSError) as exc:

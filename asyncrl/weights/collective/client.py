@@ -21,6 +21,7 @@ from asyncrl.transport.keys import ClientKeys
 from asyncrl.transport.sockets import Client
 from asyncrl.types import Version
 from asyncrl.weights.collective.messages import (
+    ENGINE,
     SCHEME,
     Failed,
     Gone,
@@ -115,6 +116,8 @@ class Source:
         As long as the learner says that it works on it, which weights.timeout_s bounds there. VersionGone when it is
         silent or has the version no more.
         """
+        if not ENGINE.fullmatch(engine):
+            raise WeightSyncError(f"{engine!r} cannot name an engine here: 1 to 100 letters, digits, '.', '_' and '-'")
         self._engine = engine
         token, held = self._groups.begin(engine)
         reply = self._ask(Join(token, engine, ranks, label(self._version), held), f"version {self._version}")
@@ -139,10 +142,13 @@ class Source:
             log.warning("%s left its group unheard: %s", engine, exc)
 
     def checksums(self, names: Sequence[str], ranks: int) -> dict[str, frozenset[str]]:
-        """What the checksums of the engine that this version was sent to may be. Waits as broadcast() does."""
-        if self._engine is None:
+        """What the checksums of the engine that this version was sent to may be. Waits as broadcast() does.
+
+        Without names it asks only whether the version is there; VersionGone when it is not.
+        """
+        if self._engine is None and names:
             raise WeightSyncError("checksums of a version that was not sent: ask for its broadcast first")
-        request = Hash(uuid.uuid4().hex, self._engine, label(self._version), tuple(names), ranks)
+        request = Hash(uuid.uuid4().hex, self._engine or "any", label(self._version), tuple(names), ranks)
         reply = self._ask(request, f"checksums of version {self._version}")
         if not isinstance(reply, Hashes):
             raise _unexpected(reply)

@@ -22,7 +22,8 @@ SCHEME = "collective://"
 MAX_RANKS = 4096
 """Processes of one engine."""
 
-_ENGINE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+ENGINE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+"""Names of engines."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True):
@@ -211,7 +212,7 @@ def report(text: bytes) -> Report:
 def open_request(frames: Sequence[Buffer]) -> Request | None:
     """The request, None for anything else that came in."""
     request = _open(frames, _requests)
-    if request is None or not _ENGINE.fullmatch(request.engine):
+    if request is None or not ENGINE.fullmatch(request.engine):
         return None
     return None if isinstance(request, Join | Hash) and not 1 <= request.ranks <= MAX_RANKS else request
 

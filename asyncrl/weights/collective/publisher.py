@@ -187,6 +187,11 @@ class Publisher:
                     self._end(engine, "its engine left")
                     self._reply(engine, Failed("", "the engine left"))
                 self._send(peer, Left(token))
+            case Hash(names=(), token=token, version=version):
+                # Of nothing: asks only whether the version is there.
+                with self._lock:
+                    there = tuple(self._files)
+                self._send(peer, Hashes(token, {}) if version in there else Gone(token, there))
             case Join() | Hash():
                 self._take(peer, request)
             case None:

@@ -17,7 +17,7 @@ class Answers(BaseHTTPRequestHandler):
     ready, ping = 200, 200
 
     def do_GET(self):
-        self.send_response({"/ready": self.ready, "/ping": self.ping}.get(self.path, 404))
+        self.send_response({"/ready": self.ready, "/ping": self.ping, "/model_info": 200}.get(self.path, 404))
         self.send_header("Content-Length", "0")
         self.end_headers()
 
@@ -62,6 +62,8 @@ def main():
         time.sleep(600)
     if "paused" in mode:
         Answers.ready = 503
+    if "mute" in mode:
+        Answers.ready = Answers.ping = 503
     if "other" in mode:
         Answers.ready = 404
     server = HTTPServer((flags["--host"], int(flags["--port"])), Answers)

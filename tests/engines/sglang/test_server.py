@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from asyncrl.engines.sglang import guard
+from asyncrl.engines.sglang import server as server_module
 from asyncrl.engines.sglang.command import environment, flags, number_of, program, url_of, visible_gpus
 from asyncrl.engines.sglang.server import Launch, Server, cause_in, wait_ready
 from asyncrl.errors import ConfigError, EngineError
@@ -252,19 +253,23 @@ def test_the_watch_tells_how_the_server_ended_and_what_it_said_last(tmp_path):
     asyncio.run(run())
 
 
-def test_a_paused_server_counts_as_up_and_is_told_apart(tmp_path):
+@pytest.mark.parametrize("mode", ["paused", "mute"])
+def test_a_paused_server_counts_as_up_and_is_told_apart(tmp_path, monkeypatch, mode):
+    # SGLang calls itself unhealthy when it was asked while it was paused.
+    monkeypatch.setattr(server_module, "_MUTE_S", 0.5)
+
     async def run():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        words = [sys.executable, str(FAKE), "paused", "--host", "127.0.0.1", "--port", str(port)]
+        words = [sys.executable, str(FAKE), mode, "--host", "127.0.0.1", "--port", str(port)]
         with subprocess.Popen(words, env={**os.environ, "FAKE_OUT": str(tmp_path / "seen")}) as process:
             try:
                 assert await wait_ready(f"http://127.0.0.1:{port}", WAIT_S, lambda: None, "g0") == "paused"
             finally:
                 process.kill()
         with pytest.raises(EngineError, match="is paused, though it was started just now"):
-            await Server(launch(tmp_path, "paused")).start()
+            await Server(launch(tmp_path, mode)).start()
 
     asyncio.run(run())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl.engines.gate import Gate
 from asyncrl.errors import VersionGone, WeightSyncError
 from asyncrl.transport import keys
 from asyncrl.transport.sockets import Client
@@ -407,6 +409,52 @@ def test_checksums_are_those_of_the_version_that_was_sent(make):
         other._engine = "g0"
         with pytest.raises(WeightSyncError, match=r"version 0\.0 was sent to this engine, not 0\.1"):
             other.checksums(["model.norm.weight"], 1)
+
+
+def test_a_source_says_whether_its_version_is_there_without_a_sender(make):
+    publisher, engines = make(keep=2), Engines()
+    first = Source(engines, publish(publisher, V0, weights()), V0)
+    assert first.checksums((), 1) == {}
+    publish(publisher, V1, weights())
+    publish(publisher, V2, weights())
+    with pytest.raises(VersionGone, match=r"has no .*0\.0"):
+        first.checksums((), 1)
+    assert publisher.pids == {}
+
+
+@pytest.mark.parametrize("mode", ["abort", "drain"])
+def test_behind_a_gate_a_version_is_asked_for_before_anything_is_stopped(make, mode):
+    """Gate with the real source: a version that is there is loaded, one that is gone stops nothing."""
+    publisher, engines = make(keep=2), Engines()
+    loaded = []
+
+    class Silent:
+        version = V0
+
+        def stats(self):
+            return {}
+
+        async def load(self, version, source):
+            loaded.append((version, source.kind))
+
+    async def run():
+        gate = Gate(Silent(), mode)
+        source = publish(publisher, V0, weights())
+        await gate.load(V0, Source(engines, source, V0), 30)
+        publish(publisher, V1, weights())
+        publish(publisher, V2, weights())
+        with pytest.raises(VersionGone):
+            await gate.load(V0, Source(engines, source, V0), 30)
+        assert gate.is_open
+
+    asyncio.run(run())
+    assert loaded == [(V0, "broadcast")]
+
+
+def test_an_engine_needs_a_name_that_can_travel(make):
+    source = Source(Engines(), publish(make(), V0, weights()), V0)
+    with pytest.raises(WeightSyncError, match="cannot name an engine"):
+        source.broadcast("rack1:g 0", 1)
 
 
 def test_everything_listens_on_the_loopback_only(make):
