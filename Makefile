@@ -84,7 +84,7 @@ test-fast: $(DEV)
 # The server has an environment of its own, for SGLang pins other versions; it is made once and serves every checkout.
 test-sglang: $(DEV) model
 	PYTHON=$(PYTHON) tools/sglang_cpu/install
-	$(PY) -m pytest tests/sglang $(PYTEST_ARGS)
+	$(PY) -m pytest tests/sglang -m "not long" $(PYTEST_ARGS)
 
 # A test here that lacks its packages is skipped with their names.
 test-system: $(DEV)
@@ -94,6 +94,8 @@ test-system: $(DEV)
 SEED ?= 1
 test-long: $(DEV) $(UPCYCLE) model
 	$(PY) -m pytest tests/long $(PYTEST_ARGS)
+	PYTHON=$(PYTHON) tools/sglang_cpu/install
+	$(PY) -m pytest tests/sglang -m long $(PYTEST_ARGS)
 	$(PY) tools/chaos.py --minutes 10 --seed $(SEED)
 	$(PY) tools/soak.py --minutes 20
 	$(PY) tools/fuzz.py --minutes 5 --seed $(SEED)

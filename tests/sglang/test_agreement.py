@@ -70,8 +70,15 @@ def learner_says(model, hook, prompt, t, temperature):
     return logp[at, ids[0, 1:][at]].numpy(), routes.numpy()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("family", ["untied_moe", "dense_first_moe"])
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [
+        ("untied_moe", 1.0),
+        ("dense_first_moe", 0.7),
+        pytest.param("untied_moe", 0.7, marks=pytest.mark.long),
+        pytest.param("dense_first_moe", 1.0, marks=pytest.mark.long),
+    ],
+)
 def test_log_probs_routes_and_drift_agree(request, start_server, tmp_path, world, family, temperature):  # noqa: F811
     folder = request.getfixturevalue(family)
     server, info = start_server("--disable-shared-experts-fusion", model=folder), describe(folder)

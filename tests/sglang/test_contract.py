@@ -101,6 +101,7 @@ CORRUPTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_a_corrupted_reply_fails_the_check_that_is_there_for_it(proxy, corrupt, capsys, name):
     corrupt(name)
@@ -116,6 +117,7 @@ def test_a_server_that_ignores_the_start_of_the_routes_is_understood(proxy, corr
     assert "the server sends all rows again" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("path", "name", "check"),
     [

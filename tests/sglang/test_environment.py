@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -72,6 +73,7 @@ def test_an_untied_model_is_sampled_as_transformers_computes_it_and_nothing_is_l
     assert not server.scratch.exists()
 
 
+@pytest.mark.long
 def test_a_dense_layer_has_a_row_of_zeros(start_server, dense_first_moe):
     server = start_server(model=dense_first_moe)
     answer = server.generate(PROMPT, 24)
@@ -82,6 +84,7 @@ def test_a_dense_layer_has_a_row_of_zeros(start_server, dense_first_moe):
     assert torch.equal(routes[:, 1:].sort(-1).values, experts)
 
 
+@pytest.mark.long
 def test_sglang_makes_every_layer_of_a_qwen3_moe_a_mixture(start_server, tmp_path):
     """Why such a model must be refused: it starts without a word, and samples from another one."""
     folder = save_untied_moe(tmp_path / "model", mlp_only_layers=(0,))

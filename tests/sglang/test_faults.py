@@ -68,6 +68,7 @@ def test_a_server_killed_in_the_middle_of_an_update_comes_back(sglang_run):  # n
     assert not psutil.pid_exists(sender.pid)
 
 
+@pytest.mark.long
 def test_a_sender_that_stands_still_is_given_up_and_the_version_loaded_again(sglang_run):  # noqa: F811
     run = sglang_run("sender", **LONG, **{"weights.timeout_s": 5})
     run.wait_for(lambda: len(run.updates()) >= 3 and sender_of(run) is not None, 400)
@@ -77,6 +78,7 @@ def test_a_sender_that_stands_still_is_given_up_and_the_version_loaded_again(sgl
     assert run.role("g0") is None and "g0 ended with status" not in run.output.read_text()
 
 
+@pytest.mark.long
 def test_one_of_two_servers_hangs_and_the_other_goes_on(sglang_run):  # noqa: F811
     run = sglang_run("hangs", **LONG, **{"generator.count": 2})
     run.wait_for(lambda: {c["generator_id"] for c in run.committed()} == {"g0", "g1"}, 400)
@@ -88,6 +90,7 @@ def test_one_of_two_servers_hangs_and_the_other_goes_on(sglang_run):  # noqa: F8
     assert not any(p.is_running() and p.status() == psutil.STATUS_STOPPED for p in family)
 
 
+@pytest.mark.long
 def test_servers_live_on_when_the_learner_is_started_again(sglang_run):  # noqa: F811
     run = sglang_run("learner", **LONG, **{"learner.checkpoint_every": 2})
     run.wait_for(lambda: len(run.updates()) >= 5, 400)

@@ -60,6 +60,7 @@ def test_on_policy_both_sides_agree_and_nothing_is_left(sglang_run, carrier):
     assert run.processes() == [] and not any(p.is_running() for p in family)
 
 
+@pytest.mark.long
 def test_asynchronous_with_replayed_routes(sglang_run):
     run = sglang_run("r3", ROOT / "configs/methods/r3.yaml", **{"learner.updates": 8})
     assert run.wait(600) == 0, run.text()
@@ -71,7 +72,7 @@ def test_asynchronous_with_replayed_routes(sglang_run):
     assert evaluated[0] == 0 and evaluated[-1] == 8
 
 
-@pytest.mark.parametrize("mode", ["abort", "drain"])
+@pytest.mark.parametrize("mode", ["abort", pytest.param("drain", marks=pytest.mark.long)])
 def test_one_version_per_response(sglang_run, mode):
     run = sglang_run("mode", **{"weights.on_load": mode, "staleness.sync_every": 1, "learner.updates": 6})
     assert run.wait(600) == 0, run.text()

@@ -134,9 +134,14 @@ async def _while_sampling(asker: Asker, label: str, updater: Updater, source: So
     try:
         await asyncio.sleep(0.2)
         await updater.update(label, source)
-    finally:
-        over.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
+    except BaseException:
+        # The server may be paused now, and answers none of them before it is put back.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    over.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
