@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from asyncrl import preflight_sglang
+from asyncrl import preflight_sglang, rules_engine
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError, TransportError
 from asyncrl.models.describe import describe, max_length
@@ -31,6 +31,8 @@ def preflight(config: Config, weights: bool = True, generates: bool = False) -> 
     what generators on this host need.
     """
     info = _check_models(config)
+    for note in rules_engine.notes(config):
+        log.warning("%s", note)
     problems: list[str] = []
     if config.generator.engine == "sglang":
         problems += preflight_sglang.faults(config, weights, generates)

@@ -52,7 +52,6 @@ def problems(c: Config) -> Iterator[str]:
     yield from _carrier(c)
     yield from _quantize(c)
     if c.generator.engine == "torch":
-        yield from _unused(c, _changed(c.generator.sglang), "generator.engine=torch", "generator.engine=sglang")
         return
     if c.generator.device != "auto":
         yield (
@@ -70,6 +69,16 @@ def problems(c: Config) -> Iterator[str]:
     yield from _waits(c)
 
 
+def notes(c: Config) -> Iterator[str]:
+    """One sentence per setting of servers that has no effect; in a base config for another engine that is no error."""
+    changed = _changed(c.generator.sglang)
+    if c.generator.engine == "torch":
+        yield from _unused(c, changed, "generator.engine=torch", "generator.engine=sglang")
+    elif c.generator.sglang.urls:
+        started = [key for key in changed if key in _STARTED]
+        yield from _unused(c, started, "generator.sglang.urls, whose servers run already", "generator.sglang.urls=[]")
+
+
 def _changed(section: object) -> list[str]:
     """Keys of a section that are not at their defaults."""
     fresh = type(section)()
@@ -77,12 +86,9 @@ def _changed(section: object) -> list[str]:
 
 
 def _unused(c: Config, keys: Sequence[str], reason: str, remedy: str) -> Iterator[str]:
-    default = type(c.generator.sglang)()
     for key in keys:
-        yield (
-            f"generator.sglang.{key}={_shown(getattr(c.generator.sglang, key))} has no effect with {reason}; set "
-            f"{remedy}, or generator.sglang.{key}={_shown(getattr(default, key))}"
-        )
+        value = _shown(getattr(c.generator.sglang, key))
+        yield f"generator.sglang.{key}={value} has no effect with {reason}; set {remedy} to use it"
 
 
 def _shown(value: object) -> str:
@@ -152,8 +158,6 @@ def _urls(c: Config) -> Iterator[str]:
             f"generator.sglang.urls={_shown(urls)} has {len(urls)} servers for generator.count={count}; add the "
             f"others, or set generator.count={len(urls)}"
         )
-    unused = [key for key in _changed(c.generator.sglang) if key in _STARTED]
-    yield from _unused(c, unused, "generator.sglang.urls, whose servers run already", "generator.sglang.urls=[]")
 
 
 def _why_no_url(url: str) -> str:

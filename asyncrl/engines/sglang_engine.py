@@ -184,7 +184,8 @@ class SglangEngine:
             requests.check()
             if version < requests.version:
                 raise WeightSyncError(f"version {version} is older than {requests.version}, which is held")
-            label, known = str(version), requests.versions
+            # A name of this engine's own: another run on the same server has versions of the same number.
+            label, known = f"{version}+{requests.life}", requests.versions
             # Running requests go on under the new label before the updater says that it is through.
             requests.versions = known | {label: version}
             requests.shut()
@@ -219,5 +220,8 @@ class SglangEngine:
             except EngineError as exc:
                 silence = time.monotonic() - requests.heard
                 if requests.live and requests.is_open and silence >= self._answer_s:
-                    requests.fail(f"{self._client.url} hangs: no sign of life for {silence:.0f} s; {exc}")
+                    requests.fail(
+                        f"{self._client.url} hangs: no sign of life for {silence:.0f} s, unless somebody else paused it; "
+                        f"{exc}"
+                    )
                     return

@@ -176,7 +176,7 @@ def test_a_tied_checkpoint_whose_output_matrix_the_server_lacks_is_named_and_sta
     server = start_server()
     before = state(server)
     status, found, text = checked(capsys, server.url, "--updates")
-    assert (status, found["weights"], found["temperature"]) == (1, "WRONG", "skipped"), text
+    assert (status, found["weights"], found["temperature"]) == (0, "skipped", "skipped"), text
     assert "lm_head.weight is not the embeddings" in text
-    assert {name for name, word in found.items() if word == "WRONG"} == {"weights"}, text
+    assert "WRONG" not in found.values(), text
     assert state(server) == before

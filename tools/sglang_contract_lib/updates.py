@@ -83,7 +83,7 @@ async def check_weights(report: Report, client: Client, facts: Facts, folder: Pa
     if bad == [HEAD] and HEAD not in stored:
         # A folder with tied embeddings, of which this server has a copy of its own that is never sent here.
         report.add(
-            WRONG,
+            SKIPPED,
             "weights",
             f"{HEAD} is not the embeddings, though {folder} ties them: its log-probs mean nothing before weights are "
             "sent; that asyncrl does, or save the model untied",

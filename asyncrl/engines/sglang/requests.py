@@ -66,8 +66,8 @@ class Requests:
         """When the server last gave a sign of life."""
         self._client, self._decoder, self._name, self._answer_s = client, decoder, name, answer_s
         self._overlap = overlap
-        # A server may still have the KV of another run's weights of the same name.
-        self._life = uuid.uuid4().hex[:12]
+        self.life = uuid.uuid4().hex[:8]
+        """Part of the names of weights and of cached prompts: a server may have had others of the same version."""
         self._open = asyncio.Event()
         self._failed, self._failure = asyncio.Event(), ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -114,7 +114,7 @@ class Requests:
         """
         calls = [self._client.post(bodies.ABORT, bodies.abort(rid), timeout_s, admin=True) for rid in rids]
         failed = [exc for exc in await asyncio.gather(*calls, return_exceptions=True) if isinstance(exc, EngineError)]
-        if failed:
+        if failed and not self._failed.is_set():
             log.warning("%d of %d requests were not aborted: %s", len(failed), len(calls), failed[0])
 
     # --- one group ----------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Requests:
         assert task is not None
         body = bodies.generate(
             group.prompt_ids, asked.rid, group.sampling,
-            routes=self._decoder is not None, cache_key=f"{self._life}/{self.label}",
+            routes=self._decoder is not None, cache_key=f"{self.life}/{self.label}",
         )  # fmt: skip
         group.live[task] = asked.rid
         self.live.add(asked.rid)

@@ -263,7 +263,8 @@ def test_requests_wait_for_a_load_and_carry_its_version_after():
         updater.during = None
         await engine.load(Version(0, 5), None)
         await engine.generate(PROMPT, 1, EIGHT)
-        assert before.endswith("/0.4") and fake.bodies[-1]["extra_key"].endswith("/0.5")
+        after = fake.bodies[-1]["extra_key"]
+        assert "/0.4+" in before and "/0.5+" in after and before.rpartition("+")[2] == after.rpartition("+")[2]
         with pytest.raises(WeightSyncError, match=r"0\.4 is older than 0\.5"):
             await engine.load(Version(0, 4), None)
 
@@ -276,12 +277,23 @@ def test_running_responses_carry_both_versions():
         work = asyncio.ensure_future(engine.generate(PROMPT, 1, EIGHT))
         await fake.until(lambda: len(fake.running) == 1)
         await engine.load(Version(0, 4), None)
-        spans = [{"version": "base", "start": 0, "end": 3}, {"version": "0.4", "start": 3, "end": 8}]
+        spans = [{"version": "base", "start": 0, "end": 3}, {"version": fake.label, "start": 3, "end": 8}]
         fake.edit = lambda reply, body: reply["meta_info"].update(weight_versions=spans, num_retractions=1)
         fake.finish()
         (done,) = await work
         assert done.segments == (Segment(Version(0, -1), 0, 3), Segment(Version(0, 4), 3, 8))
         assert done.routes_from == 2 + 3
+
+    run(job)
+
+
+def test_weights_that_another_run_calls_by_the_same_version_are_not_ours():
+    async def job(fake, engine, updater):
+        await engine.load(Version(0, 4), None)
+        assert fake.label.startswith("0.4+")
+        fake.label = "0.4+00000000"
+        with pytest.raises(EngineError, match="this run never loaded"):
+            await engine.generate(PROMPT, 1, EIGHT)
 
     run(job)
 
