@@ -221,7 +221,6 @@ class SglangEngine:
                 silence = time.monotonic() - requests.heard
                 if requests.live and requests.is_open and silence >= self._answer_s:
                     requests.fail(
-                        f"{self._client.url} hangs: no sign of life for {silence:.0f} s, unless somebody else paused it; "
-                        f"{exc}"
+                        f"{self._client.url} hangs: no sign of life for {silence:.0f} s; {exc} (somebody else paused it?)"
                     )
                     return

@@ -131,6 +131,7 @@ def settings(**sglang):
             "model": {"path": str(QUICKSTART)},
             "generator": {"engine": "sglang", "groups_in_flight": 1, "sglang": sglang},
             "weights": {"carrier": "collective"},
+            "run": {"watchdog_s": 2 * START_S},
         }
     )
 
