@@ -220,7 +220,6 @@ class SglangEngine:
             except EngineError as exc:
                 silence = time.monotonic() - requests.heard
                 if requests.live and requests.is_open and silence >= self._answer_s:
-                    requests.fail(
-                        f"{self._client.url} hangs: no sign of life for {silence:.0f} s; {exc} (somebody else paused it?)"
-                    )
+                    url = self._client.url
+                    requests.fail(f"{url} hangs: no sign of life for {silence:.0f} s; {exc} (somebody else paused it?)")
                     return
