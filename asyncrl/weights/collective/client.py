@@ -101,6 +101,7 @@ class Source:
             raise WeightSyncError(f"{source!r} is not a source of the collective carrier")
         self._groups, self._source, self._version = groups, source, version
         self._engine: str | None = None
+        self._told_gone = False
 
     def tensors(self) -> NoReturn:
         """WeightSyncError: an engine receives the tensors itself."""
@@ -120,7 +121,12 @@ class Source:
             raise WeightSyncError(f"{engine!r} cannot name an engine here: 1 to 100 letters, digits, '.', '_' and '-'")
         self._engine = engine
         token, held = self._groups.begin(engine)
-        reply = self._ask(Join(token, engine, ranks, label(self._version), held), f"version {self._version}")
+        try:
+            reply = self._ask(Join(token, engine, ranks, label(self._version), held), f"version {self._version}")
+        except VersionGone:
+            if self._told_gone:  # nothing began, so there is nothing to leave
+                self._groups.left(engine)
+            raise
         if not isinstance(reply, Joined):
             raise _unexpected(reply)
         if not self._groups.joined(engine, token, reply.group):
@@ -175,6 +181,7 @@ class Source:
     def _checked(self, reply: Reply, what: str) -> Reply:
         match reply:
             case Gone(versions=versions):
+                self._told_gone = True
                 there = ", ".join(str(Version(*v)) for v in versions) or "none yet"
                 raise VersionGone(f"{self._source} has no {what}; it has {there}")
             case Failed(why=why):

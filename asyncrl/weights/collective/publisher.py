@@ -319,5 +319,11 @@ class Publisher:
 
 
 def _fits(sender: SenderProcess, join: Join) -> bool:
-    """True when a sender is in step with the engine that asks. It may not have told yet that it sent all before."""
-    return sender.status is None and (sender.setup.group, sender.setup.ranks) == (join.held, join.ranks)
+    """True when a sender is in step with the engine that asks. It may not have told yet that it sent all before.
+
+    One whose first version was gone before it could read it has a group that nobody joined: it serves the next try,
+    which would come too late as well if it had to wait for another process to start.
+    """
+    unused = sender.is_new and not sender.busy and not join.held
+    same = unused or sender.setup.group == join.held
+    return sender.status is None and same and sender.setup.ranks == join.ranks

@@ -422,6 +422,25 @@ def test_a_source_says_whether_its_version_is_there_without_a_sender(make):
     assert publisher.pids == {}
 
 
+def test_a_sender_whose_first_version_was_gone_serves_the_next_try(make):
+    """A process takes seconds to start: with versions that live shorter every try would come too late."""
+    publisher, engines = make(keep=2), Engines()
+    first = Source(engines, publish(publisher, V0, weights()), V0)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.broadcast, "g0", 1)
+        wait_until(lambda: "g0" in publisher.pids, "a sender")
+        pid = publisher.pids["g0"]
+        for version in (V1, V2):
+            publish(publisher, version, weights(2.0))
+        with pytest.raises(VersionGone):
+            waiting.result(60)
+    first.leave("g0")
+    assert publisher.pids == {"g0": pid}
+    with Receiver() as receiver:
+        receiver.load(Source(engines, publisher.source, V2).broadcast("g0", 1))
+        assert publisher.pids == {"g0": pid}
+
+
 @pytest.mark.parametrize("mode", ["abort", "drain"])
 def test_behind_a_gate_a_version_is_asked_for_before_anything_is_stopped(make, mode):
     """Gate with the real source: a version that is there is loaded, one that is gone stops nothing."""
