@@ -181,4 +181,5 @@ def test_a_sender_killed_in_the_middle_frees_the_server_and_the_next_one_mends_i
             check_samples(server, bumped(weights, 2), "0.2")
 
     play(job())
-    assert run.publisher.counters["failed"] == 1
+    # Its end was seen by the publisher, or the generator left first.
+    assert run.publisher.counters["failed"] + run.publisher.counters["killed"] == 1
