@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import sys
 from pathlib import Path
@@ -38,7 +37,7 @@ def read(arguments: list[str]) -> Config:
 
 
 def _role(name: str) -> None:
-    from asyncrl.process import die_with_parent
+    from asyncrl.parent import die_with_parent
 
     # A child of `asyncrl run` or of torchrun must not outlive it; a role in a user's shell may.
     if os.environ.get("ASYNCRL_SUPERVISED") == "1" or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -103,8 +102,10 @@ def generate(
 
     config = read(arguments)
     ensure_environment(config.generator.threads)
+    from asyncrl.weights.collective.messages import ENGINE
+
     id = id or f"{socket.gethostname()[:80]}-{os.getpid()}"
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", id):
+    if not ENGINE.fullmatch(id):
         raise ConfigError(
             f"--id {id!r}: a name has 1 to 100 letters, digits, '.', '_' and '-', and no '.' or '-' first"
         )

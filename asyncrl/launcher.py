@@ -10,7 +10,8 @@ import signal
 import sys
 from collections.abc import Iterable
 
-from asyncrl.process import die_with_parent, end
+from asyncrl.parent import die_with_parent
+from asyncrl.process import end
 
 STANDALONE = ("--standalone", "--local-addr", "127.0.0.1")
 """torchrun for the ranks of one host. The address spares a look-up of the host's name, which may mean nothing."""

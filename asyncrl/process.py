@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,8 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import psutil
-
-PR_SET_PDEATHSIG = 1
 
 OWN_ERROR = " ERROR asyncrl: "
 """In a log line of a role: the error of asyncrl that ended it (cli.main writes it)."""
@@ -61,11 +57,6 @@ def end(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(status)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies, so that a killed supervisor leaves nothing."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(slots=True)

@@ -32,11 +32,7 @@ fi
 shift
 words=("$@")
 
-python=${PYTHON:-python3}
-[ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && python=.venv/bin/python
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
-export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" # $python and what every role is started with
 
 "$python" -m asyncrl config "${words[@]}" > /dev/null || exit 2
 settings=$("$python" - "${words[@]}" <<'PY'

@@ -29,13 +29,7 @@ if [ $# -eq 0 ]; then
     exit 2
 fi
 
-python=${PYTHON:-python3}
-[ -z "${PYTHON:-}" ] && [ -x .venv/bin/python ] && python=.venv/bin/python
-
-# One thread per process and no spinning; large receive buffers come from the heap instead of fresh pages.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} OMP_WAIT_POLICY=passive GOMP_SPINCOUNT=0
-export MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824
-export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" # $python and what every role is started with
 
 # Checks the config before anything starts, then reads what this script needs of it.
 "$python" -m asyncrl config "$@" > /dev/null || exit 2

@@ -17,6 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What each unit may import of asyncrl, besides itself. A unit is a folder or a file of the package.
 BELOW: dict[str, set[str]] = {
     "errors": set(),
+    "parent": set(),
     "suggest": set(),
     "types": {"errors"},
     "rules": {"config"},  # for the type only; see test_rules_import_the_config_for_its_type_only
@@ -27,11 +28,11 @@ BELOW: dict[str, set[str]] = {
     "wire": {"arrays", "errors", "types"},
     "algos": {"errors"},
     "transport": {"errors"},
-    "tasks": {"errors", "types", "config", "sections"},
+    "tasks": {"errors", "parent", "types", "config", "sections"},
     "metrics": {"errors", "types"},
     "replay": {"errors", "types", "config", "arrays", "wire", "transport", "tasks"},
     "models": {"errors", "types"},
-    "weights": {"errors", "types", "models", "transport"},
+    "weights": {"errors", "parent", "types", "models", "transport"},
     "engines": {"errors", "types", "models"},
     "generator": {"errors", "types", "config", "arrays", "wire", "transport", "tasks", "models", "weights", "engines"},
     "learner": {

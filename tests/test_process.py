@@ -27,7 +27,7 @@ time.sleep(60)
 ORPHAN = """
 import subprocess, sys, time
 from asyncrl.process import role_environment
-code = ("from asyncrl.process import die_with_parent; die_with_parent(); import time; "
+code = ("from asyncrl.parent import die_with_parent; die_with_parent(); import time; "
         "print('up', flush=True); time.sleep(60)")
 child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
 child.stdout.readline()

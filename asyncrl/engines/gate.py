@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engines.around import Around
 from asyncrl.engines.base import Broadcast, Engine, Source
 from asyncrl.engines.worker import in_thread
-from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
+from asyncrl.types import Completion, SamplingParams, Version
 
 Mode = Literal["abort", "drain"]
 
@@ -34,11 +35,12 @@ class _Running:
     aborted: bool = False
 
 
-class Gate:
+class Gate(Around):
     """An engine (asyncrl.engines.base.Engine) whose responses have one version each. Use it from one event loop."""
 
     def __init__(self, engine: Engine, mode: Mode) -> None:
-        self._engine, self._mode = engine, mode
+        super().__init__(engine)
+        self._mode = mode
         self._open, self._idle = asyncio.Event(), asyncio.Event()
         self._open.set()
         self._idle.set()
@@ -47,27 +49,14 @@ class Gate:
         self._waits = self._resampled = 0
 
     @property
-    def version(self) -> Version:
-        """The version of the weights it samples with now."""
-        return self._engine.version
-
-    @property
     def is_open(self) -> bool:
         """False while requests wait for new weights."""
         return self._open.is_set()
-
-    def describe(self) -> ModelInfo:
-        """As the engine."""
-        return self._engine.describe()
 
     def stats(self) -> dict[str, float]:
         """As the engine; also `waits`, requests that waited at the gate, and in `resampled` what weights stopped."""
         stats = self._engine.stats()
         return stats | {"waits": float(self._waits), "resampled": self._resampled + stats.get("resampled", 0.0)}
-
-    def close(self) -> None:
-        """As the engine."""
-        self._engine.close()
 
     # --- requests -------------------------------------------------------------------------------
 

@@ -31,7 +31,8 @@ async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInf
 
     def stop_early(number: int) -> None:
         early.append(number)
-        opening.cancel()
+        if len(early) == 1:  # a second one must not cut the end short
+            opening.cancel()
 
     # A server may take minutes to start, and has to be ended in order then, too.
     for number in (signal.SIGTERM, signal.SIGINT):

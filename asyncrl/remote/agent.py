@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 
 from asyncrl.errors import ConfigError
-from asyncrl.process import Child, die_with_parent, role_environment, stop_all
+from asyncrl.parent import die_with_parent
+from asyncrl.process import Child, role_environment, stop_all
 from asyncrl.remote.job import Job, from_line, write_keys
 from asyncrl.remote.private import private_folder
 from asyncrl.restarts import LOST

@@ -7,20 +7,18 @@ A frame is a 4-byte little-endian length and that many bytes of JSON.
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
-LENGTH = struct.Struct("<I")
+from asyncrl.parent import serve_only
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+LENGTH = struct.Struct("<I")
 
 
 def encode(message: Any) -> bytes:
@@ -32,7 +30,8 @@ def encode(message: Any) -> bytes:
 def main(argv: list[str]) -> int:
     """Serve until the pool closes its end or dies. Returns the exit status."""
     fd, parent, scorer = int(argv[1]), int(argv[2]), argv[3]
-    _die_with(parent)
+    # Where the kernel does not see to it, only an idle worker notices the end of the pool, by its socket.
+    serve_only(parent)
     module, _, function = scorer.partition(":")
     score: Callable[[str, str, str], float] = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=fd) as sock:
@@ -42,16 +41,6 @@ def main(argv: list[str]) -> int:
             for source, text, answer in items:
                 sock.sendall(encode(_reply(score, source, text, answer)))
     return 0
-
-
-def _die_with(parent: int) -> None:
-    """Leave Ctrl-C to the pool's process, and have the kernel kill this one when that dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):  # Linux; elsewhere only an idle worker notices, by its socket
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        raise SystemExit(1)
 
 
 def _reply(score: Callable[[str, str, str], float], source: str, text: str, answer: str) -> dict[str, Any]:

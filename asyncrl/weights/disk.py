@@ -13,12 +13,11 @@ import shutil
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import torch
-from torch import Tensor
 
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.write import WORDS, FolderWriter, Plan
@@ -37,13 +36,12 @@ from asyncrl.weights.folders import (
     name_of,
     summary,
 )
+from asyncrl.weights.rollout import Weights
 
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 5_000_000_000
 """Largest file of a version, unless one tensor is larger: the ranks of an engine read several files at a time."""
-
-Weights = Iterable[tuple[str, Tensor]]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

@@ -16,7 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.models.tied import EMBEDDING, HEAD
 from asyncrl.weights.fp8 import dequantise
+from asyncrl.weights.rollout import SCALE
 from asyncrl.weights.tile_hash import tile_hash
 
 SMALL_BYTES = 2**20
@@ -36,7 +38,6 @@ _REPLICATED = re.compile(
     r".*(norm\d*|layernorm)\.(weight|bias)|.*\.(gate|router)\.(weight|bias|e_score_correction_bias)"
 )
 """What every rank of a server holds whole: norms and routers."""
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def expected(
@@ -77,8 +78,8 @@ def _parts(tensors: Mapping[str, Tensor], name: str) -> list[str]:
     """The sent tensors whose bytes, back to back, are the server's tensor; empty when they are not all there."""
     if name in tensors:
         return [name]
-    if name == _HEAD:  # the server does not tie, the sender did not say so: it must be the same matrix
-        return [_EMBEDDING] if _EMBEDDING in tensors else []
+    if name == HEAD:  # the server does not tie, the sender did not say so: it must be the same matrix
+        return [EMBEDDING] if EMBEDDING in tensors else []
     for fused, parts in _FUSED:
         if fused in name:
             split = [name.replace(fused, part) for part in parts]
@@ -102,7 +103,7 @@ def _expert(layer: str, number: int, kinds: Sequence[str]) -> list[str]:
 def _values(name: str, tensors: Mapping[str, Tensor], parts: Sequence[str]) -> frozenset[str]:
     data = np.concatenate([_bytes(tensors, part) for part in parts])
     forms = [data]
-    if name in (_HEAD, _EMBEDDING) or name.endswith(".embed_tokens.weight"):
+    if name in (HEAD, EMBEDDING) or name.endswith(".embed_tokens.weight"):
         rows = tensors[parts[0]].shape[0]
         if missing := -rows % _PAD_ROWS:
             forms.append(np.concatenate([data, np.zeros(data.size // rows * missing, np.uint8)]))
@@ -114,7 +115,7 @@ def _on_cpu(data: NDArray[np.uint8]) -> str:
 
 
 def _bytes(tensors: Mapping[str, Tensor], name: str) -> NDArray[np.uint8]:
-    tensor, scale = tensors[name].detach(), tensors.get(f"{name}_scale_inv")
+    tensor, scale = tensors[name].detach(), tensors.get(name + SCALE)
     if scale is not None:
         tensor = dequantise(tensor.cpu(), scale.detach().cpu(), torch.bfloat16)
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.models.tied import EMBEDDING, HEAD
 from asyncrl.weights.fp8 import BLOCK, quantise
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -20,7 +21,6 @@ Quantize = Literal["none", "fp8_block"]
 SCALE = "_scale_inv"
 """What the name of a scale has after the name of its weight."""
 
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _LINEAR = re.compile(r".*(_proj|_proj_with_mqa|\.experts\.\d+\.w[123])\.weight")
 """Linear layers of attention, dense layers and experts. Not: embeddings, output matrix, norms, routers."""
 
@@ -43,9 +43,9 @@ def for_sglang(
 def _stream(weights: Weights, tied: bool, convert: Callable[[str], bool] | None) -> Iterator[tuple[str, Tensor]]:
     embedding: Tensor | None = None
     for name, tensor in weights:
-        if name == _HEAD:
+        if name == HEAD:
             tied = False
-        elif name == _EMBEDDING:
+        elif name == EMBEDDING:
             embedding = tensor
         if convert is None or not convert(name):
             yield name, tensor
@@ -57,9 +57,9 @@ def _stream(weights: Weights, tied: bool, convert: Callable[[str], bool] | None)
         yield name, data
         yield name + SCALE, scale_inv
     if tied and embedding is None:
-        raise WeightSyncError(f"the model is tied, but its weights have no {_EMBEDDING} to send as {_HEAD}")
+        raise WeightSyncError(f"the model is tied, but its weights have no {EMBEDDING} to send as {HEAD}")
     if tied and embedding is not None:
-        yield _HEAD, embedding
+        yield HEAD, embedding
 
 
 def _converted(config_json: Mapping[str, Any]) -> Callable[[str], bool]:

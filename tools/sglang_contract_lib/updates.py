@@ -21,6 +21,7 @@ from asyncrl.engines.sglang.expects import Needs, needs
 from asyncrl.engines.sglang.flags import Facts
 from asyncrl.engines.sglang.update import Updater
 from asyncrl.errors import EngineError, WeightSyncError
+from asyncrl.models.tied import HEAD
 from asyncrl.transport.address import is_loopback
 from asyncrl.types import Completion, SamplingParams, Version
 from asyncrl.weights.collective.client import Groups as Joined
@@ -31,7 +32,6 @@ from sglang_contract_lib.asking import Asker, new_name
 from sglang_contract_lib.report import OK, SKIPPED, WRONG, Report
 
 SENT = Version(0, 0)
-HEAD = "lm_head.weight"
 WORKERS = 4
 """Responses that run while weights change."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import torch
+from torch.library import Library
 
 
 def declare_torchvision():
@@ -25,7 +26,7 @@ def declare_torchvision():
                 return None
     except OSError:
         pass  # as torchvision does itself
-    ops = torch.library.Library("torchvision", "DEF")
+    ops = Library("torchvision", "DEF")
     ops.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     ops.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return ops

@@ -15,6 +15,8 @@ from pathlib import Path
 from asyncrl.engines.base import Spec
 from asyncrl.errors import WeightSyncError
 from asyncrl.models.folder import INDEX, SINGLE, header
+from asyncrl.models.names import some
+from asyncrl.models.tied import EMBEDDING, HEAD
 
 Needs = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype (as torch spells it) and shape of every tensor by Hugging Face name."""
@@ -23,8 +25,7 @@ _WORDS = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _WIDE = re.compile(r".*(_scale_inv|e_score_correction_bias|\.expert_bias)")
 """Floats that servers hold in float32 whatever their dtype is."""
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-_NAMED = 3
+NAMED = 3
 """Tensors that an error names of each kind."""
 
 
@@ -56,8 +57,8 @@ def check(specs: Iterable[Spec], wanted: Needs) -> None:
     twice = [name for name, count in Counter(name for name, _, _ in specs).items() if count > 1]
     came = {name: (dtype, tuple(shape)) for name, dtype, shape in specs}
     allowed = dict(wanted)
-    if _HEAD not in allowed and _EMBEDDING in allowed and _HEAD in came:
-        allowed[_HEAD] = allowed[_EMBEDDING]
+    if HEAD not in allowed and EMBEDDING in allowed and HEAD in came:
+        allowed[HEAD] = allowed[EMBEDDING]
     wrong = [
         f"{name} is {_form(*came[name])} and should be {_form(*allowed[name])}"
         for name in came
@@ -69,7 +70,7 @@ def check(specs: Iterable[Spec], wanted: Needs) -> None:
         ("twice", twice),
         ("of another form", wrong),
     )
-    faults = [f"{what}: {some(names)}" for what, names in parts if names]
+    faults = [f"{what}: {some(names, NAMED)}" for what, names in parts if names]
     if faults:
         raise WeightSyncError(
             f"the weights are not those of the server's model: {'; '.join(faults)}. Start the server from a folder of "
@@ -91,9 +92,3 @@ def _files(folder: Path) -> list[Path]:
 
 def _form(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
-
-
-def some(names: list[str]) -> str:
-    """The first names, and how many more there are."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

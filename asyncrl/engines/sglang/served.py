@@ -9,16 +9,17 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.engines.around import Around
 from asyncrl.engines.base import Engine, Source
 from asyncrl.engines.sglang.client import Unreachable
-from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
+from asyncrl.types import Completion, SamplingParams, Version
 
 _END_S = 1.0
 """A connection may be lost this much before the process that had it counts as ended."""
 _POLL_S = 0.05
 
 
-class Served:
+class Served(Around):
     """An engine (asyncrl.engines.base.Engine) on a server.
 
     check raises EngineError with the cause when the server has ended. prove: the start-up probe, where it has to wait
@@ -29,16 +30,8 @@ class Served:
     def __init__(
         self, engine: Engine, check: Callable[[], None], prove: Callable[[], Awaitable[object]] | None = None
     ) -> None:
-        self._engine, self._check, self._prove = engine, check, prove
-
-    @property
-    def version(self) -> Version:
-        """As the engine."""
-        return self._engine.version
-
-    def describe(self) -> ModelInfo:
-        """As the engine."""
-        return self._engine.describe()
+        super().__init__(engine)
+        self._check, self._prove = check, prove
 
     async def generate(
         self,
@@ -50,7 +43,7 @@ class Served:
     ) -> list[Completion]:
         """As the engine. When the server ended meanwhile, EngineError says so and not that a connection was lost."""
         try:
-            return await self._engine.generate(prompt_ids, n, sampling, limit_s, cut)
+            return await super().generate(prompt_ids, n, sampling, limit_s, cut)
         except Unreachable:
             deadline = time.monotonic() + _END_S
             while time.monotonic() < deadline:
@@ -60,15 +53,7 @@ class Served:
 
     async def load(self, version: Version, source: Source) -> None:
         """As the engine; the first time EngineError when the engine then fails the start-up probe."""
-        await self._engine.load(version, source)
+        await super().load(version, source)
         if self._prove is not None:
             await self._prove()
             self._prove = None
-
-    def stats(self) -> dict[str, float]:
-        """As the engine."""
-        return self._engine.stats()
-
-    def close(self) -> None:
-        """As the engine."""
-        self._engine.close()

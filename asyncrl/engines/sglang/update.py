@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 from asyncrl.engines.base import Broadcast, Source
 from asyncrl.engines.sglang import bodies
 from asyncrl.engines.sglang.client import Client, Refused, Unreachable
-from asyncrl.engines.sglang.expects import Needs, check, some, stored_in
+from asyncrl.engines.sglang.expects import NAMED, Needs, check, stored_in
 from asyncrl.engines.worker import in_thread
 from asyncrl.errors import ConfigError, VersionGone, WeightSyncError
+from asyncrl.models.names import some
 
 log = logging.getLogger(__name__)
 
@@ -193,8 +194,8 @@ class Updater:
             bad = sorted({name for sums in found for name, good in wanted.items() if sums.get(name) not in good})
             if bad:
                 raise WeightSyncError(
-                    f"{len(bad)} of {len(wanted)} compared tensors are not what was sent: {some(bad)}; if they are the "
-                    "same ones each time, the server keeps them in a form of its own: set weights.verify=off"
+                    f"{len(bad)} of {len(wanted)} compared tensors are not what was sent: {some(bad, NAMED)}; if they "
+                    "are the same ones each time, the server keeps them in a form of its own: set weights.verify=off"
                 )
 
     async def _give_up(self, source: Source) -> None:

@@ -7,11 +7,9 @@ the group, so whatever goes wrong there ends it.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
-import signal
 import sys
 import threading
 from typing import BinaryIO, NoReturn
@@ -21,6 +19,7 @@ import torch
 from torch import Tensor
 
 from asyncrl.errors import VersionGone, WeightSyncError
+from asyncrl.parent import serve_only
 from asyncrl.types import Version
 from asyncrl.weights import shm
 from asyncrl.weights.collective.buckets import fill, plan, room_for, spec_of
@@ -44,8 +43,6 @@ from asyncrl.weights.collective.messages import (
 from asyncrl.weights.engine_checksums import expected
 
 log = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Sender:
@@ -115,7 +112,7 @@ class Sender:
 
 def main(argv: list[str]) -> NoReturn:
     """Serve until stdin ends. Exit status 1: the group broke; 2: an order was none."""
-    _die_with(int(argv[1]))
+    serve_only(int(argv[1]))
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s sender: %(message)s")
     torch.set_num_threads(1)
     # Reports go to a descriptor of their own: what a library prints must not come between them.
@@ -146,16 +143,6 @@ def _listen(todo: queue.SimpleQueue[bytes]) -> None:
     while text := sys.stdin.buffer.readline():
         todo.put(text)
     os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Leave Ctrl-C to the learner, and have the kernel kill this process when that dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "prctl"):  # Linux; elsewhere the end of stdin tells
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 if __name__ == "__main__":
