@@ -43,10 +43,12 @@ from asyncrl.wire.messages import (
     kind,
     model_of,
 )
+from asyncrl.wire.steering import AlarmMsg, Report, Resync, Settings, Tune, Tuned, TuneReply, Verdict
 
 __all__ = [
     "SCHEMA",
     "Ack",
+    "AlarmMsg",
     "Buffer",
     "Cancel",
     "Commit",
@@ -67,13 +69,20 @@ __all__ = [
     "Published",
     "Refused",
     "Rejoin",
+    "Report",
+    "Resync",
     "Send",
+    "Settings",
     "Status",
     "StatusReply",
     "Stop",
     "Take",
     "TakeReply",
     "TrajectoryHead",
+    "Tune",
+    "TuneReply",
+    "Tuned",
+    "Verdict",
     "Welcome",
     "decode",
     "decode_group",

@@ -15,7 +15,8 @@ import numpy as np
 from asyncrl.arrays import ArraySpec, Buffer, dtype_of, num_bytes, pack, spec_of, view
 from asyncrl.errors import WireError
 from asyncrl.types import Group, Prompt, Segment, Trajectory, Version
-from asyncrl.wire.messages import MALFORMED, SCHEMA, Id, Name, Number, PromptMsg, Struct, encoder, kind
+from asyncrl.wire.fields import Id, Name, Number, Struct
+from asyncrl.wire.messages import MALFORMED, SCHEMA, PromptMsg, encoder, kind
 
 
 class TrajectoryHead(Struct):

@@ -15,35 +15,11 @@ import msgspec
 from asyncrl.arrays import Buffer
 from asyncrl.errors import WireError
 from asyncrl.types import ModelInfo
+from asyncrl.wire.fields import GaugeName, Id, Ids, Name, Number, Struct, Text, TokenId
+from asyncrl.wire.steering import Report, Resync, Settings, Tune, Tuned, TuneReply, Verdict
 
-SCHEMA = 4
+SCHEMA = 5
 """Raised with every change of a struct below; peers with another number are refused."""
-
-
-Number = Annotated[int, msgspec.Meta(ge=-(2**40), le=2**40)]
-"""An update, version or count that replay keeps: sums of them stay far from what a snapshot can hold."""
-
-TokenId = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-"""What fits int32."""
-
-
-Name = Annotated[str, msgspec.Meta(max_length=256)]
-"""Of a peer or a setting."""
-
-GaugeName = Annotated[str, msgspec.Meta(max_length=64)]
-"""Replay keeps the last gauges of every generator."""
-
-Id = Annotated[str, msgspec.Meta(max_length=1024)]
-"""Of a prompt, a group or a lease."""
-
-Ids = Annotated[list[Id], msgspec.Meta(max_length=2**16)]
-
-Text = Annotated[str, msgspec.Meta(max_length=2**16)]
-"""A reason, a place or a value."""
-
-
-class Struct(msgspec.Struct, array_like=True, gc=False):
-    """Base of everything on the wire: fields by position, no names."""
 
 
 class PromptMsg(Struct):
@@ -100,13 +76,15 @@ class Hello(Struct, tag="hello"):
 class Welcome(Struct, tag="welcome"):
     """Reply to Hello. newest is (epoch, update, source) of the newest published version.
 
-    boot changes when replay was started again: what it said before, it may have forgotten.
+    boot changes when replay was started again: what it said before, it may have forgotten. tuned: the newest live
+    settings.
     """
 
     epoch: int
     update: int
     newest: tuple[int, int, str] | None
     boot: str = ""
+    tuned: Tuned = Tuned()
 
 
 class Rejoin(Struct, tag="rejoin"):
@@ -235,8 +213,9 @@ class TakeReply(Struct, tag="take_reply"):
     """Header of a shard. Group frames follow: one header buffer and its arrays per group.
 
     ready is False while the queue has too little (waiting says what is missing). batch[i] is the
-    batch of group i, 0..M-1; bounds[m] is the lowest update whose tokens may train in batch m.
-    frames[i] counts the buffers of group i.
+    batch of group i, 0..M-1, or -1 for a probe, which is scored and never trained; bounds[m] is the lowest update
+    whose tokens may train in batch m. frames[i] counts the buffers of group i. tuned: the live settings of this take,
+    frozen with it; coming: the newest ones, by which versions are published.
     """
 
     take_id: int
@@ -245,6 +224,8 @@ class TakeReply(Struct, tag="take_reply"):
     batch: list[int]
     bounds: list[int]
     frames: list[int]
+    tuned: Tuned = Tuned()
+    coming: Tuned = Tuned()
 
 
 class Commit(Struct, tag="commit"):
@@ -297,7 +278,8 @@ class Done(Struct, tag="done"):
 
 Message = (
     Hello | Welcome | Rejoin | Refused | LeaseRequest | Leases | Heartbeat | EvalResult | Failed | Ack | Hold | Send
-    | Cancel | NewVersion | Stop | Take | TakeReply | Commit | Published | Status | StatusReply | Done
+    | Cancel | NewVersion | Settings | Resync | Stop | Take | TakeReply | Commit | Published | Report | Verdict | Status
+    | StatusReply | Tune | TuneReply | Done
 )  # fmt: skip
 
 MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
