@@ -1,0 +1,1 @@
+"""Parts of tools/staleness_study.py."""
