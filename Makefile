@@ -26,8 +26,12 @@ DEPS := pyproject.toml constraints.txt
 # What `make test-fast` runs: the units without a model to train or to sample.
 FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/transport tests/test_*.py)
 
+# Two files of tests at a time, each file in one process: many tests wait for something. TEST_JOBS=0: all in one process.
+TEST_JOBS ?= 2
+SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadfile
+
 # Debian packages of `make test-system`; .ci/run installs them.
-SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge
+SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge chromium fonts-dejavu-core
 
 .PHONY: help quickstart model smollm2 test test-fast test-sglang test-system test-long check format docs clean
 .DELETE_ON_ERROR:
@@ -38,7 +42,7 @@ help:
 	@echo "make test        install and run all tests but those of the next targets, whole runs among them"
 	@echo "make test-fast   the quick part of the tests"
 	@echo "make test-sglang against a real SGLang server on this CPU; installs it first, outside the repository (1.6 GB)"
-	@echo "make test-system fleets over a real ssh and a real SLURM; as root, with $(SYSTEM_PACKAGES)"
+	@echo "make test-system fleets over a real ssh and a real SLURM, the dashboard in Chromium; as root, with $(SYSTEM_PACKAGES)"
 	@echo "make test-long   tests/long (every model family, a real language model), chaos (10 minutes), soak (20), fuzz (5)"
 	@echo "make check       ruff, format and types, as CI runs them"
 	@echo "make format      rewrite the code in the house format"
@@ -76,10 +80,11 @@ quickstart: $(RUNTIME) model
 	$(BIN)/asyncrl run configs/quickstart.yaml
 
 test: $(DEV)
-	$(PY) -m pytest --ignore=tests/fleet --ignore=tests/long --ignore=tests/sglang $(PYTEST_ARGS)
+	$(PY) -m pytest $(SIDE_BY_SIDE) -m "not long" --ignore=tests/fleet --ignore=tests/browser --ignore=tests/long --ignore=tests/sglang \
+		$(PYTEST_ARGS)
 
 test-fast: $(DEV)
-	$(PY) -m pytest $(FAST) $(PYTEST_ARGS)
+	$(PY) -m pytest $(SIDE_BY_SIDE) -m "not long" $(FAST) $(PYTEST_ARGS)
 
 # The server has an environment of its own, for SGLang pins other versions; it is made once and serves every checkout.
 test-sglang: $(DEV) model
@@ -88,14 +93,14 @@ test-sglang: $(DEV) model
 
 # A test here that lacks its packages is skipped with their names.
 test-system: $(DEV)
-	$(PY) -m pytest tests/fleet $(PYTEST_ARGS)
+	$(PY) -m pytest tests/fleet tests/browser $(PYTEST_ARGS)
 
 # Each prints what it found and fails when something does not hold.
 SEED ?= 1
 test-long: $(DEV) $(UPCYCLE) model
 	$(PY) -m pytest tests/long $(PYTEST_ARGS)
 	PYTHON=$(PYTHON) tools/sglang_cpu/install
-	$(PY) -m pytest tests/sglang -m long $(PYTEST_ARGS)
+	$(PY) -m pytest -m long --ignore=tests/fleet --ignore=tests/long $(PYTEST_ARGS)
 	$(PY) tools/chaos.py --minutes 10 --seed $(SEED)
 	$(PY) tools/soak.py --minutes 20
 	$(PY) tools/fuzz.py --minutes 5 --seed $(SEED)

@@ -1,6 +1,13 @@
 """Fixtures of several folders."""
 
+import signal
+import threading
+
 import pytest
+
+# A job in the background of a script ignores Ctrl-C, and so would every process that tests start and interrupt.
+if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Ranks as processes of their own: started, waited for, and none left."""
 
+import random
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ class Ended(NamedTuple):
     said: str
 
 
-def run_ranks(script, size, folder, *args, limit_s=400.0):
+def run_ranks(script, size, folder, *args, limit_s=550.0):
     """`script NUMBER ARG...` in `size` processes, which write to files in `folder`; killed after limit_s."""
     logs = [folder / f"rank-{time.monotonic_ns()}-{number}.log" for number in range(size)]
     ranks = []
@@ -43,7 +44,17 @@ def run_ranks(script, size, folder, *args, limit_s=400.0):
 
 
 def free_port():
-    """A port of this host that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port of this host that nobody has now.
+
+    Below those that the system gives to whoever asks for any: another test could be given it before it is used.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(10_000, first if first > 12_000 else 60_000)
+    for port in random.SystemRandom().sample(ports, 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("100 ports are taken")

@@ -1,10 +1,13 @@
-"""Runs updates on synthetic groups in every rank of a torchrun and saves what rank 0 sees.
+"""Runs updates on synthetic groups in process groups of several sizes and saves what rank 0 sees.
 
-Usage (under torchrun): rank_worker.py MODEL_DIR OUT_DIR SPECS.json. SPECS maps a name to a dict: `kind` updates (see
-`run`) or by_hand, and what `groups_of` and `deal` read.
+Usage: rank_worker.py NUMBER MODEL_DIR OUT_DIR SPECS.json, once for each process; those of a smaller group serve in the
+larger ones too, so that torch is imported once. SPECS has `ports`, where the ranks of each world size meet, and
+`specs` by name: dicts with `kind` updates (see `run`) or by_hand, `worlds`, and what `groups_of` and `deal` read.
+Results go to OUT_DIR/WORLD/NAME.pt.
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from asyncrl.learner.step import Updater, row_logprobs
 from asyncrl.learner.update import run_update
 from asyncrl.models.describe import describe
 from asyncrl.models.override import in_backward
+from asyncrl.process import end
 from asyncrl.types import Group, Prompt
 from tests.learner.groups import make_groups, make_trajectory
 
@@ -163,18 +167,31 @@ def by_hand(model_dir, spec, world):
     return {"loss": step.loss, "norm": step.grad_norm, "gradients": updater.gradients, "fused": fused}
 
 
-def main() -> None:
-    model_dir, out, specs = sys.argv[1:4]
-    torch.set_num_threads(1)
+def serve(number, world_size, port, model_dir, out, specs):
+    """All specs of one world size, in a process group of their own."""
+    os.environ |= {
+        "RANK": str(number), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
     world = init_world(120, "cpu")
-    for name, spec in json.loads(Path(specs).read_text()).items():
-        if world.size not in spec["worlds"]:
-            continue
-        result = {"updates": run, "by_hand": by_hand}[spec["kind"]](model_dir, spec, world)
-        if world.rank == 0:
-            torch.save(result, Path(out) / f"{name}.pt")
+    for name, spec in specs.items():
+        if world_size in spec["worlds"]:
+            result = {"updates": run, "by_hand": by_hand}[spec["kind"]](model_dir, spec, world)
+            if world.rank == 0:
+                torch.save(result, out / str(world_size) / f"{name}.pt")
     dist.destroy_process_group()
+
+
+def main() -> None:
+    number, model_dir, out, file = int(sys.argv[1]), *sys.argv[2:5]
+    torch.set_num_threads(1)
+    given = json.loads(Path(file).read_text())
+    for size, port in given["ports"].items():
+        if number < int(size):
+            serve(number, int(size), port, model_dir, Path(out), given["specs"])
 
 
 if __name__ == "__main__":
     main()
+    # As a role ends: gloo's threads may abort a process that takes itself apart.
+    end(0)

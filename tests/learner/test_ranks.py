@@ -2,19 +2,17 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from asyncrl.process import role_environment
+from tests.helpers.ranks import free_port, run_ranks
 from tests.helpers.tiny_models import qwen3_moe
 
 pytestmark = pytest.mark.timeout(600)
 
-ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("rank_worker.py")
 FP64 = ["model.dtype=float64", "model.experts=eager"]
 REPLAY = ["algorithm.routes=r3", "algorithm.native_drift_every=0"]
 BEHAVIOUR = [*FP64, "algorithm.ratio=behaviour", "algorithm.correction.kind=none", "algorithm.dual_clip=3.0",
@@ -60,33 +58,32 @@ COMMON = {"kind": "updates", "updates": 3, "groups": 5, "group_size": 4, "worlds
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Results of every spec by world size. Waits for each torchrun at most 180 s."""
+    """Results of every spec by world size."""
     folder = tmp_path_factory.mktemp("ranks")
     qwen3_moe(hidden=32, layers=2, experts=8, top_k=2, vocab=64, seed=3).save_pretrained(folder / "model")
     base = folder / "base.yaml"
     # 20 responses x 0.13 leave a fraction of the quota to carry.
     base.write_text("model: {path: x}\nalgorithm: {rdc: {q: 0.13}}\nstaleness: {sync_every: 1}\n")
-    specs = {n: COMMON | s | {"base": str(base)} for n, s in SPECS.items()}
-    (folder / "specs.json").write_text(json.dumps(specs))
-    out = {}
-    for world in (1, 2, 4):
-        (folder / str(world)).mkdir()
-        done = subprocess.run(
-            [
-                sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world),
-                str(ROOT / "tests/learner/rank_worker.py"), str(folder / "model"), str(folder / str(world)),
-                str(folder / "specs.json"),
-            ],
-            cwd=ROOT, env={**role_environment(1), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-            timeout=180,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        out[world] = {
-            n: torch.load(folder / str(world) / f"{n}.pt", weights_only=True)
-            for n, s in specs.items()
-            if world in s["worlds"]
-        }
-    return out
+    return train_on_ranks(folder, (1, 2, 4), {n: COMMON | s | {"base": str(base)} for n, s in SPECS.items()})
+
+
+def train_on_ranks(folder, sizes, specs):
+    """What rank_worker.py saves of specs, by world size and name; the model is in folder."""
+    for size in sizes:
+        (folder / str(size)).mkdir()
+    # The largest group first: nobody waits for ranks that have something else to do.
+    ports = {size: free_port() for size in sorted(sizes, reverse=True)}
+    (folder / "specs.json").write_text(json.dumps({"ports": ports, "specs": specs}))
+    ended = run_ranks(WORKER, max(sizes), folder, folder / "model", folder, folder / "specs.json")
+    assert ended.codes == [0] * max(sizes), ended.said[-4000:]
+    return {
+        size: {n: load(folder / str(size) / f"{n}.pt") for n, s in specs.items() if size in s["worlds"]}
+        for size in sizes
+    }
+
+
+def load(file):
+    return torch.load(file, weights_only=True)
 
 
 def in_order(value):

@@ -2,11 +2,7 @@
 
 import asyncio
 import itertools
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,13 +23,11 @@ from asyncrl.models.load import load_model
 from asyncrl.models.names import stream
 from asyncrl.models.precision import float32_names, keep_float32, routers_in_float32
 from asyncrl.models.routes import RouteHook
-from asyncrl.process import role_environment
 from asyncrl.types import Group, ModelInfo, Prompt, SamplingParams, Version
 from tests.helpers.sources import Given
 from tests.helpers.tiny_models import FAMILIES, qwen3_dense, qwen3_moe
 from tests.learner.groups import make_groups
-
-ROOT = Path(__file__).parents[2]
+from tests.learner.test_ranks import train_on_ranks
 
 
 def make(model_dir, world, replay=False, **sections):
@@ -289,16 +283,7 @@ def ranks(tmp_path_factory):
     base = folder / "base.yaml"
     base.write_text("model: {path: x}\nalgorithm: {rdc: {q: 0.13}}\nstaleness: {sync_every: 1}\n")
     common = {"kind": "updates", "updates": 2, "groups": 5, "group_size": 4, "worlds": [2], "base": str(base)}
-    (folder / "specs.json").write_text(json.dumps({n: common | {"overrides": s} for n, s in SPECS.items()}))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            str(ROOT / "tests/learner/rank_worker.py"), str(folder / "model"), str(folder), str(folder / "specs.json"),
-        ],
-        cwd=ROOT, env={**role_environment(1), "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {n: torch.load(folder / f"{n}.pt", weights_only=True) for n in SPECS}
+    return train_on_ranks(folder, (2,), {n: common | {"overrides": s} for n, s in SPECS.items()})[2]
 
 
 @pytest.mark.timeout(600)

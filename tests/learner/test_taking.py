@@ -12,7 +12,7 @@ from asyncrl.process import role_environment
 from tests.helpers.scripted_replay import Replay, plain
 
 ROOT = Path(__file__).parents[2]
-ASKED = 8
+ASKED = 6
 """Each slice of 2 s asks once at least: this outlasts the collectives of 10 s."""
 
 

@@ -206,8 +206,9 @@ def test_a_refused_config_or_no_hosts_is_status_2(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_agent_that_does_not_answer_is_given_up(run, monkeypatch):
+def test_an_agent_that_does_not_answer_is_given_up(run, monkeypatch, tmp_path):
     monkeypatch.setattr("asyncrl.remote.launch.MARGIN_S", 0.5)
     status, _ = run(learner="exit 0", g0="trap '' TERM; while :; do sleep 0.1; done")
     assert status == 0
-    assert not [p for p in psutil.process_iter(["cmdline"]) if "g0.jobs" in " ".join(p.info["cmdline"] or [])]
+    commands = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    assert not [c for c in commands if f"{tmp_path}/g0.jobs" in c]

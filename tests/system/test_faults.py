@@ -9,24 +9,25 @@ import pytest
 
 from tests.system.conftest import ROOT
 from tests.system.test_run import assert_clean, assert_lag_bound
+from tests.system.watching import assert_status_agrees, assert_told_how_to_watch
 
 LONG = {"learner.updates": 100000, "eval.every": 0}
 
 
-def assert_everything_ends(run, status, within_s=10):
-    """The run ends with this status within within_s, and leaves no process and no port."""
-    started = time.monotonic()
+def assert_everything_ends(run, status):
+    """The run ends with this status and leaves no process and no port; no role outlasted run.shutdown_s."""
     assert run.wait(60) == status, run.text()
-    assert time.monotonic() - started < within_s
     assert_clean(run)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_everything(start_run, number, status):
+def test_an_interrupt_ends_everything(start_run):
+    # SIGTERM: test_supervision.py.
     run = start_run("signal", **LONG)
     run.wait_for(lambda: len(run.updates()) >= 2)
-    run.process.send_signal(number)
-    assert_everything_ends(run, status)
+    assert_told_how_to_watch(run)
+    assert_status_agrees(run)
+    run.process.send_signal(signal.SIGINT)
+    assert_everything_ends(run, 130)
 
 
 def test_a_signal_during_start_up_ends_everything(start_run):
@@ -37,13 +38,13 @@ def test_a_signal_during_start_up_ends_everything(start_run):
     assert run.processes() == []
 
 
-@pytest.mark.parametrize("role", ["replay", "learn"])
+@pytest.mark.parametrize("role", ["replay", pytest.param("learn", marks=pytest.mark.long)])
 def test_a_role_that_the_run_cannot_do_without_ends_it_with_its_cause(start_run, role):
     run = start_run("crash", **LONG, **{"run.max_replay_restarts": 0, "run.max_learner_restarts": 0})
     run.wait_for(lambda: len(run.updates()) >= 2)
     victims = [p for p in run.processes() if role in p.info["cmdline"] and "run" not in p.info["cmdline"]]
     os.kill(victims[-1].pid, signal.SIGKILL)
-    assert_everything_ends(run, 1, within_s=20)
+    assert_everything_ends(run, 1)
     assert ("the learner ended" if role == "learn" else "replay ended") in run.output.read_text().replace("\n", " ")
 
 
@@ -52,7 +53,7 @@ def test_a_killed_supervisor_takes_its_children_along(start_run):
     run.wait_for(lambda: len(run.updates()) >= 1)
     run.process.kill()
     run.process.wait(10)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert run.processes() == []
@@ -79,6 +80,7 @@ def test_a_killed_generator_is_replaced_and_its_leases_come_back(start_run):
     assert_clean(run)
 
 
+@pytest.mark.long
 def test_the_cause_of_a_learners_failure_is_shown_and_not_torchruns_banner(start_run):
     run = start_run("cause", **{"generator.count": 0, "learner.take_timeout_s": 10, "replay.heartbeat_timeout_s": 5})
     assert run.wait(90) == 1
@@ -88,12 +90,19 @@ def test_the_cause_of_a_learners_failure_is_shown_and_not_torchruns_banner(start
     assert "ChildFailedError" not in shown
 
 
-def test_two_runs_of_one_name_at_the_same_instant_get_their_own_folders(start_run):
+def test_two_runs_of_one_name_at_the_same_instant_get_their_own_folders_and_leave_that_of_an_earlier_one(
+    start_run, tmp_path
+):
+    earlier = tmp_path / "same"
+    earlier.mkdir()
+    (earlier / "metrics.jsonl").write_text("{}\n")
     one, two = (start_run("same", **{"learner.updates": 1, "eval.every": 0}) for _ in range(2))
     assert one.wait() == 0, one.text()
     assert two.wait() == 0, two.text()
-    for name in ("same", "same-2"):
-        assert len((one.folder.parent / name / "metrics.jsonl").read_text().splitlines()) == 1
+    for name in ("same-2", "same-3"):
+        assert len((tmp_path / name / "metrics.jsonl").read_text().splitlines()) == 1
+    assert [f.name for f in earlier.iterdir()] == ["metrics.jsonl"]
+    assert (earlier / "metrics.jsonl").read_text() == "{}\n"
 
 
 def test_bad_settings_are_refused_before_anything_starts(tmp_path, char_model):

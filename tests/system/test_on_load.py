@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from asyncrl.weights.place import directory_of
 from tests.system.test_run import assert_clean, assert_lag_bound
 
 PAD = 0
@@ -35,7 +36,8 @@ def last(run, name):
 
 
 @pytest.mark.parametrize(
-    ("on_load", "carrier"), [("keep", "shm"), ("drain", "shm"), ("abort", "shm"), ("drain", "disk")]
+    ("on_load", "carrier"),
+    [("keep", "shm"), ("abort", "shm"), ("drain", "disk"), pytest.param("drain", "shm", marks=pytest.mark.long)],
 )
 def test_responses_have_one_version_unless_they_are_kept(start_run, talker, on_load, carrier):
     changes = {"weights.on_load": on_load, "weights.carrier": carrier, "model.path": talker}
@@ -54,4 +56,8 @@ def test_responses_have_one_version_unless_they_are_kept(start_run, talker, on_l
     # Evaluations at their pinned versions, as without a gate.
     assert [r["update"] for r in run.records() if r.get("eval/count")] == [0, 8, 16]
     assert "MixedVersions" not in run.text()
+    if carrier == "shm":
+        # Engines let go of what they loaded, so its memory is used again; nothing stays behind.
+        assert last(run, "weights/reused") > 3
+        assert not directory_of(run.folder / "weights").exists()
     assert not (run.folder / "weights").exists()

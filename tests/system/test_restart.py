@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from tests.system.test_run import assert_lag_bound
 
 
@@ -10,6 +12,7 @@ def kill_replay(run):
     os.kill(run.role("replay").pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_run_survives_two_kills_of_replay(start_run):
     changes = {"learner.updates": 26, "eval.every": 10, "generator.count": 2, "replay.heartbeat_timeout_s": 5}
     run = start_run("restart", **changes)

@@ -143,6 +143,7 @@ def test_a_killed_learner_goes_on_from_its_checkpoint_on_more_ranks(roles):
     assert "were undone" not in run.text()
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_training_begins_again_and_nothing_of_before_counts(roles):
     run = roles(**{"learner.updates": UPDATES, "learner.checkpoint_every": 0})
     run.wait_for(lambda: len(run.updates()) >= 3)

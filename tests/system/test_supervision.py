@@ -31,26 +31,21 @@ def assert_books(run, updates):
     assert len({c["group_id"] for c in kept}) == len(kept)
 
 
-def test_a_killed_rank_is_no_error_and_the_learner_goes_on_from_its_checkpoint(start_run):
-    changes = {"learner.updates": 10, "learner.checkpoint_every": 2, "learner.ranks": 2, "eval.every": 0}
-    run = start_run("rank", **changes)
-    run.wait_for(lambda: len(run.updates()) >= 5, 180)
+def test_neither_a_killed_launcher_nor_a_killed_rank_is_an_error_and_the_learner_goes_on(start_run):
+    changes = {"learner.updates": 12, "learner.checkpoint_every": 2, "learner.ranks": 2, "eval.every": 0}
+    run = start_run("killed", **changes)
+    run.wait_for(lambda: len(run.updates()) >= 3, 180)
+    (launcher,) = [p for p in run.processes() if "asyncrl.launcher" in p.info["cmdline"]]
+    old = {p.pid for p in ranks(run)}
+    launcher.kill()
+    run.wait_for(lambda: "learner ended with status -9; started again" in run.output.read_text())
+    run.wait_for(lambda: old.isdisjoint(p.pid for p in run.processes()))
+    run.wait_for(lambda: any(r.get("run/epoch") == 1 for r in run.updates()), 180)
     os.kill(ranks(run)[-1].pid, signal.SIGKILL)
     assert run.wait(240) == 0, run.text()
     assert "learner ended with status 137; started again" in run.output.read_text()
-    assert_books(run, 10)
+    assert_books(run, 12)
     assert_lag_bound(run, 4)
-    assert run.processes() == []
-
-
-def test_a_killed_launcher_takes_its_ranks_along_and_the_learner_goes_on(start_run):
-    run = start_run("launcher", **{"learner.updates": 10, "learner.checkpoint_every": 2, "eval.every": 0})
-    run.wait_for(lambda: len(run.updates()) >= 5, 180)
-    (launcher,) = [p for p in run.processes() if "asyncrl.launcher" in p.info["cmdline"]]
-    launcher.kill()
-    assert run.wait(240) == 0, run.text()
-    assert "learner ended with status -9; started again" in run.output.read_text()
-    assert_books(run, 10)
     assert run.processes() == []
 
 
@@ -76,7 +71,7 @@ def test_a_generator_that_is_set_aside_does_not_end_the_run_and_the_last_one_doe
     count = len(run.updates())
     run.wait_for(lambda: len(run.updates()) > count + 5)
     os.kill(run.role("g1").pid, signal.SIGKILL)
-    assert_everything_ends(run, 1, within_s=20)
+    assert_everything_ends(run, 1)
     assert "every generator ended; g0 with status -9" in run.output.read_text()
 
 
@@ -119,6 +114,7 @@ def test_the_script_survives_a_kill_of_replay_and_of_a_generator_and_leaves_noth
     assert [p.pid for p in psutil.process_iter() if is_in_session(p, script.pid)] == []
 
 
+@pytest.mark.long
 def test_a_run_that_trained_to_the_end_is_no_failure_although_a_generator_was_set_aside(start_run):
     run = start_run("aside", **{"generator.count": 2, "run.max_generator_restarts": 0, "learner.updates": 8})
     run.wait_for(lambda: len(run.updates()) >= 2)
@@ -128,6 +124,7 @@ def test_a_run_that_trained_to_the_end_is_no_failure_although_a_generator_was_se
     assert_books(run, 8)
 
 
+@pytest.mark.long
 def test_roles_that_somebody_told_to_leave_are_started_again(start_run):
     run = start_run("told", **{"learner.updates": 10, "eval.every": 0})
     run.wait_for(lambda: len(run.updates()) >= 2)

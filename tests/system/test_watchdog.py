@@ -66,6 +66,7 @@ def assert_ends_with(run, *words):
     assert (run.folder / "replay.snapshot").exists()
 
 
+@pytest.mark.long
 def test_a_run_whose_generators_were_all_killed_ends_by_itself(start_run, generator):
     run = start_run("dead", **ALONE)
     run.wait_for(lambda: (run.folder / "config.yaml").exists())
@@ -86,6 +87,7 @@ def test_a_run_whose_worker_raises_on_every_prompt_ends_with_its_exception(start
     cause = "first cause: g0: TaskError: the verifier is broken"
     assert last.count(cause) == 1, run.text()
     assert cause in (run.folder / "logs/learner.log").read_text()
+    assert "ChildFailedError" not in run.output.read_text()
     # It hears of the end as well, and ends in order.
     assert process.wait(60) == 0, (run.folder / "g0.out").read_text()
     deadline = time.monotonic() + 10

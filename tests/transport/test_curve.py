@@ -49,7 +49,7 @@ def connect(server, folder):
         client.leave()
 
 
-def until(server, condition, seconds=10.0, client=None):
+def until(server, condition, seconds=30.0, client=None):
     """Serve until the condition holds; returns what was received."""
     got, deadline = [], time.monotonic() + seconds
     while not condition(got) and time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def exchange(server, client, words=b"hi"):
     client.send([words])
     ((peer, frames),) = until(server, len)
     assert frames == [words] and server.send(peer, [b"re: " + words])
-    assert client.recv(5.0) == [b"re: " + words]
+    assert client.recv(20.0) == [b"re: " + words]
 
 
 def still_serves(server, connect):
@@ -84,7 +84,7 @@ def test_frames_go_both_ways(server, connect):
     ((peer, frames),) = until(server, len)
     assert peer == b"x" and frames == [b"msg", b"", big]
     assert server.send(peer, [b"msg", big])
-    assert client.recv(5.0) == [b"msg", big]
+    assert client.recv(20.0) == [b"msg", big]
     assert server.refused == {}
 
 
@@ -100,7 +100,7 @@ def test_the_bytes_on_the_wire_are_encrypted(server, folder):
         with near, socket.create_connection(("127.0.0.1", parse(server.address).port)) as far:
             near.settimeout(0.05)
             far.settimeout(0.05)
-            got, deadline = [], time.monotonic() + 10
+            got, deadline = [], time.monotonic() + 30
             while not got and time.monotonic() < deadline:
                 for here, there in ((near, far), (far, near)):
                     try:
@@ -126,7 +126,7 @@ def test_an_unknown_client_is_refused_until_its_key_is_added(server, connect, fo
     assert caplog.text.count("the key of this client is not allowed there") == 1
     still_serves(server, connect)
     keys.add(folder, there / "clients" / "evil.pub")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     got = []
     while not got and time.monotonic() < deadline:
         client.send([b"now?"])
@@ -182,7 +182,7 @@ def test_a_revoked_client_is_cut_off_and_stays_out(server, connect, folder, capl
     exchange(server, witness)
     # Allowed again, it comes back by itself.
     keys.add(folder, folder / "clients" / "g0.pub")
-    deadline, got = time.monotonic() + 10, []
+    deadline, got = time.monotonic() + 30, []
     while not got and time.monotonic() < deadline:
         client.send([b"back"])
         client.recv(0)
@@ -247,13 +247,13 @@ def test_asyncio_clients_too(server, folder, tmp_path):
             await asyncio.sleep(0.01)
         assert got == [(b"g0", [b"a", b"x" * 100_000])]
         server.send(b"g0", [b"one"])
-        assert await client.recv(5.0) == [b"one"]
+        assert await client.recv(20.0) == [b"one"]
         await client.close()
         # Refused first, allowed later: it keeps trying.
         there = outsider(tmp_path, folder / "server.pub", "late")
         late = AsyncClient(server.address, b"late", keys.client_keys("curve", there, "late"))
         await late.send([b"hi"])
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 30
         while not server.refused["refused_unknown_key"] and time.monotonic() < deadline:
             server.poll(0)
             await late.recv(0.01)

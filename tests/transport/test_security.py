@@ -13,7 +13,7 @@ from asyncrl import wire
 from asyncrl.cli import app
 from asyncrl.errors import ConfigError, TransportError
 from asyncrl.generator.link import Link
-from asyncrl.learner.client import ReplayClient
+from asyncrl.learner.client import Limit, ReplayClient
 from asyncrl.models.describe import describe
 from asyncrl.preflight import preflight
 from asyncrl.replay.server import run
@@ -163,7 +163,8 @@ def test_generators_and_the_learner_meet_replay_with_keys_only(role, folder, tmp
     keys.revoke(folder, "client")
     with pytest.raises(TransportError, match="did not answer Status"):
         deadline = time.monotonic() + 20
-        learner._timeout_s = 5.0  # long enough to ask twice: the first may meet the change between question and answer
+        # Long enough to ask twice: the first may meet the change between question and answer.
+        learner._answer = Limit(5.0, "the test")
         while time.monotonic() < deadline:
             learner.status()
     learner._socket.leave()

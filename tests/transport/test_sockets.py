@@ -23,7 +23,7 @@ def server():
     s.close()
 
 
-def receive(server, count=1, timeout_s=5.0):
+def receive(server, count=1, timeout_s=20.0):
     out, deadline = [], time.monotonic() + timeout_s
     while len(out) < count and time.monotonic() < deadline:
         out += server.poll(0.1)
@@ -39,7 +39,7 @@ def test_frames_go_both_ways(server):
     # Small frames are copied out of the shared receive buffer, large ones stay where they are.
     assert [type(f) for f in frames] == [bytes, bytes, memoryview]
     assert server.send(peer, frames)
-    assert client.recv(5.0) == [b"msg", b"", big]
+    assert client.recv(20.0) == [b"msg", b"", big]
     assert client.recv(0.01) is None
     client.close()
 
@@ -60,7 +60,7 @@ def test_absent_peers_are_reported(server):
     client.send([b"hi"])
     receive(server)
     client.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while server.send(b"g0", [b"x"]) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert server.send(b"g0", [b"x"]) is False
@@ -116,7 +116,7 @@ def test_a_restarted_peer_takes_over_its_name(server):
         new.send([b"new"])
         assert receive(server) == [(b"g0", [b"new"])]
         assert server.send(b"g0", [b"for the new one"])
-        assert new.recv(5.0) == [b"for the new one"]
+        assert new.recv(20.0) == [b"for the new one"]
         new.close()
 
 
@@ -251,14 +251,14 @@ def test_asyncio_client(server):
             await asyncio.sleep(0.01)
         assert await client.recv(0.01) is None
         server.send(b"g1", [b"one"])
-        assert await client.recv(5.0) == [b"one"]
+        assert await client.recv(20.0) == [b"one"]
         # A receive that is cancelled takes nothing with it.
         waiting = asyncio.create_task(client.recv(10.0))
         await asyncio.sleep(0.02)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         server.send(b"g1", [b"two", b"x" * 100_000])
-        assert await client.recv(5.0) == [b"two", b"x" * 100_000]
+        assert await client.recv(20.0) == [b"two", b"x" * 100_000]
         await client.close()
 
     asyncio.run(talk())
@@ -290,7 +290,7 @@ def test_a_thousand_reconnects_leave_no_descriptor_behind(server):
     before = descriptors()
     for _ in range(1000):
         visit()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while descriptors() > before + 5 and time.monotonic() < deadline:
         server.poll(0.01)
     assert descriptors() <= before + 5

@@ -53,7 +53,7 @@ def test_a_later_publisher_sweeps_the_folder_of_a_killed_one_and_no_other(tmp_pa
         assert folder not in sweep()
         assert (folder / "0.0.weights").exists()
         process.kill()
-        process.wait(20)
-        assert (folder / "0.0.weights").exists()
+        process.wait(60)
+        # It is left there, until any publisher of this user comes: that may be one of another test.
         Publisher(tmp_path / "next").close()
     assert not folder.exists()

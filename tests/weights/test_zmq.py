@@ -323,7 +323,7 @@ def test_garbage_is_refused_and_counted(publisher: Publisher, caplog: pytest.Log
         messages.Get(9, 0, 0),
     ):
         client.send([messages.seal(request)])
-        reply = messages.open_reply(client.recv(5.0) or [])
+        reply = messages.open_reply(client.recv(20.0) or [])
         assert isinstance(reply, messages.Kept) and reply.token is None and reply.versions == ((0, 1),)
     client.close()
     assert same(read(source, V1), weights())
@@ -455,8 +455,8 @@ def test_silence_is_an_error_that_names_the_phase(
         with pytest.raises(VersionGone, match=r"no progress for 0\.3 s at the header"):
             read(source, V1, timeout_s=60.0)
     between = relay(publisher.publish(V1, large(8).items()), hold_after=6 * MB)
-    with pytest.raises(WeightSyncError, match=r"no progress for 1 s at \d of 6 chunks of version 0\.1"):
-        read(between.source, V1, timeout_s=1.0)
+    with pytest.raises(WeightSyncError, match=r"no progress for 3 s at \d of 6 chunks of version 0\.1"):
+        read(between.source, V1, timeout_s=3.0)
 
 
 # --- damage -----------------------------------------------------------------------------------------
@@ -529,10 +529,10 @@ def test_a_header_that_contradicts_itself_is_refused(changes: dict[str, object])
         serving = pool.submit(serve)
         try:
             with pytest.raises(WeightSyncError, match=r"contradicts itself|comes twice|dtype object|negative axis"):
-                read(SCHEME + server.address, V1, timeout_s=5.0)
+                read(SCHEME + server.address, V1, timeout_s=20.0)
         finally:
             stop.set()
-            serving.result(5)
+            serving.result(30)
     server.close()
 
 
@@ -646,7 +646,7 @@ def follow(source: str, last: Version, late_s: float) -> dict[str, Tensor]:
     raise AssertionError(f"{last} was never reached")
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(s, marks=pytest.mark.long) for s in range(10, 50))])
 def test_any_start_order_reaches_the_newest_version(seed: int):
     rng = random.Random(seed)
     publisher = Publisher(keep=1)

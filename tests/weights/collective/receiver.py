@@ -22,38 +22,84 @@ ROOT = Path(__file__).parents[3]
 START_S = 100.0
 
 
+class Rank:
+    """One process that takes orders."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        # The first answer says that it serves.
+        self.num_asked, self.num_heard = 1, 0
+        self.failed = False
+        threading.Thread(target=_collect, args=(self.process, self.answers), daemon=True).start()
+
+    def ask(self, order: dict[str, Any]) -> None:
+        """Give an order; its answer is fetched with hear()."""
+        assert self.process.stdin is not None
+        self.num_asked += 1
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def hear(self, timeout_s: float) -> dict[str, Any]:
+        """The next answer; waits at most timeout_s."""
+        answer = self.answers.get(timeout=timeout_s)
+        self.num_heard += 1
+        self.failed |= "error" in answer
+        return answer
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it lives, has no order and never failed."""
+        return self.process.poll() is None and self.num_asked == self.num_heard and not self.failed
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+        self.process.wait(20)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+
+_spare: list[Rank] = []
+"""Ranks that a test is done with: like a server's they join another group. Starting one imports torch."""
+
+
+def end_spare() -> None:
+    """Kill the ranks that wait for another test."""
+    while _spare:
+        _spare.pop().kill()
+
+
 class Receiver:
-    """`ranks` processes of one engine, ready to join; a context that kills them."""
+    """`ranks` processes of one engine, ready to join; a context after which they are idle, or killed."""
 
     def __init__(self, ranks: int = 1) -> None:
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, __file__],
-                cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for _ in range(ranks)
-        ]
-        self._answers: list[queue.Queue[dict[str, Any]]] = [queue.Queue() for _ in range(ranks)]
-        for process, answers in zip(self.processes, self._answers, strict=True):
-            threading.Thread(target=_collect, args=(process, answers), daemon=True).start()
-        self._each(START_S)
+        self.ranks = [_spare.pop() if _spare else Rank() for _ in range(ranks)]
+        try:
+            for rank in self.ranks:
+                if not rank.num_heard:
+                    rank.hear(START_S)
+        except queue.Empty:
+            self.kill()
+            raise
 
     def __enter__(self) -> Receiver:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill()
+        for rank in self.ranks:
+            _spare.append(rank) if rank.is_good else rank.kill()
 
     def kill(self) -> None:
         """SIGKILL to all of them."""
-        for process in self.processes:
-            process.kill()
-            process.wait(20)
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
+        for rank in self.ranks:
+            rank.kill()
 
     def order(self, what: str, timeout_s: float = 30.0, **fields: Any) -> list[dict[str, Any]]:
         """The answer of every rank; {"died": status} for one that ended."""
@@ -62,17 +108,15 @@ class Receiver:
 
     def begin(self, what: str, **fields: Any) -> None:
         """An order whose answers are fetched with end()."""
-        for rank, process in enumerate(self.processes, 1):
-            assert process.stdin is not None
-            process.stdin.write(json.dumps({"do": what, "rank": rank, **fields}).encode() + b"\n")
-            process.stdin.flush()
+        for number, rank in enumerate(self.ranks, 1):
+            rank.ask({"do": what, "rank": number, **fields})
 
     def end(self, timeout_s: float = 30.0) -> list[dict[str, Any]]:
         """The answers to begin(); waits at most timeout_s."""
         return self._each(timeout_s)
 
     def _each(self, timeout_s: float) -> list[dict[str, Any]]:
-        return [answers.get(timeout=timeout_s) for answers in self._answers]
+        return [rank.hear(timeout_s) for rank in self.ranks]
 
     def join(self, sending: Any, name: str | None = None) -> list[dict[str, Any]]:
         """Join the group of an asyncrl.engines.base.Broadcast."""
@@ -81,7 +125,7 @@ class Receiver:
             "init",
             host=host,
             port=port,
-            size=1 + len(self.processes),
+            size=1 + len(self.ranks),
             group=name or sending.group,
             backend=sending.backend,
         )
@@ -93,7 +137,7 @@ class Receiver:
     def load(self, sending: Any) -> dict[str, str]:
         """Join where needed and take all buckets: sha256 by name, the same on every rank."""
         if sending.is_new:
-            assert self.join(sending) == [{}] * len(self.processes)
+            assert self.join(sending) == [{}] * len(self.ranks)
         sums: dict[str, str] = {}
         for bucket in sending.buckets:
             answers = self.take(sending, bucket)

@@ -29,7 +29,7 @@ from asyncrl.weights.collective.client import Groups as Engines
 from asyncrl.weights.collective.client import Sending, Source
 from asyncrl.weights.collective.publisher import Groups, Publisher
 from asyncrl.weights.engine_checksums import expected
-from tests.weights.collective.receiver import Receiver
+from tests.weights.collective.receiver import Receiver, end_spare
 
 V0, V1, V2 = Version(0, 0), Version(0, 1), Version(0, 2)
 HUGE = 2**23
@@ -72,6 +72,16 @@ def wait_until(done: Callable[[], bool], what: str, timeout_s: float = 60.0) -> 
         time.sleep(0.02)
 
 
+def at_rest(receiver: Receiver, rest_s: float = 1.0, timeout_s: float = 60.0) -> None:
+    """Waits until the receiver's main thread wants no processor for rest_s, however busy the host is."""
+    begun = since = time.monotonic()
+    while time.monotonic() < since + rest_s:
+        assert time.monotonic() < begun + timeout_s, "the receiver never rests"
+        if any(psutil.Process(rank.process.pid).status() != psutil.STATUS_SLEEPING for rank in receiver.ranks):
+            since = time.monotonic()
+        time.sleep(0.02)
+
+
 def begin_to_take(receiver: Receiver, sending: Sending, bucket: int) -> None:
     """Have the receiver wait in a broadcast.
 
@@ -79,7 +89,7 @@ def begin_to_take(receiver: Receiver, sending: Sending, bucket: int) -> None:
     may be killed until this one is surely there.
     """
     receiver.begin("update", group=sending.group, tensors=sending.buckets[bucket])
-    time.sleep(1)
+    at_rest(receiver)
 
 
 def stop(pid: int) -> None:
@@ -94,6 +104,12 @@ def is_gone(pid: int) -> bool:
     return True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def spare_receivers() -> Iterator[None]:
+    yield
+    end_spare()
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., Publisher]]:
     made: list[Publisher] = []
@@ -106,6 +122,10 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Publisher]]:
     yield begin
     for publisher in made:
         publisher.close()
+        # On a busy host killed senders take longer to end than a learner waits for.
+        publisher._thread.join(60)
+        for sender in (*publisher._senders.values(), *publisher._ended):
+            sender.reap(60)
 
 
 def test_every_version_reaches_every_rank_bit_for_bit_over_one_group(make):
