@@ -1,6 +1,7 @@
-"""Picture of a run's dashboard: TensorBoard's CUSTOM SCALARS tab as a PNG, by headless Chromium.
+"""Pictures of a run's dashboard, by headless Chromium: TensorBoard's CUSTOM SCALARS tab as it opens, and every page.
 
-    python tools/screenshot.py runs/quickstart docs/images/dashboard.png [--size 1500x2400]
+    python tools/screenshot.py runs/quickstart docs/images/dashboard.png            # what opens first
+    python tools/screenshot.py runs/quickstart docs/images/dashboard.png --pages    # and dashboard-<page>.png beside it
 
 Needs Chromium (Debian: apt-get install chromium fonts-dejavu-core). Starts TensorBoard on a free
 loopback port and ends what it started.
@@ -9,101 +10,74 @@ loopback port and ends what it started.
 from __future__ import annotations
 
 import argparse
-import json
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--hide-scrollbars",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+from browser import Browser, BrowserError
+from PIL import Image
+from tensorboard_page import Dashboard, TensorBoard
+
+COLOURS = 64
+"""Of a picture: enough for curves and text, and a third of the bytes."""
+SETTLE_S = 2.0
+"""For charts to be drawn once they have their data."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="run folder (or a folder of run folders)")
     parser.add_argument("png", type=Path, help="picture to write")
-    parser.add_argument("--size", default="1500x1900", help="window in pixels, WIDTHxHEIGHT")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for TensorBoard to start and read")
+    parser.add_argument("--pages", action="store_true", help="a picture of every page as well, beside it")
+    parser.add_argument("--only", nargs="+", default=[], help="of these pages only, and not of the first view")
+    parser.add_argument("--size", default="1500x1500", help="window of the first view in pixels, WIDTHxHEIGHT")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for every step")
     options = parser.parse_args()
-    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if browser is None:
-        print("no Chromium found; install the package chromium (and fonts-dejavu-core)", file=sys.stderr)
+    width, height = (int(x) for x in options.size.split("x"))
+    try:
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            TensorBoard(options.run, Path(scratch) / "tensorboard.log", options.timeout) as board,
+            Browser(width, height) as browser,
+        ):
+            browser.resize(width, height)
+            dashboard = Dashboard(browser, board.url, options.timeout)
+            dashboard.whole()
+            if not options.only:
+                for page in dashboard.opened():
+                    dashboard.wait(page)
+                take(browser, options.png)
+            for page in (options.only or dashboard.pages()) if options.pages or options.only else []:
+                take_page(browser, dashboard, page, options.png.with_name(f"{options.png.stem}-{slug(page)}.png"))
+    except BrowserError as exc:
+        print(exc, file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as scratch:
-        server, url = start_tensorboard(options.run, Path(scratch) / "tensorboard.log", options.timeout)
-        try:
-            wait_for_layout(url, options.timeout)
-            shoot(browser, f"{url}#custom_scalars", options.png, options.size, Path(scratch) / "profile")
-        finally:
-            server.terminate()
-            try:
-                server.wait(10)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait(10)
-    print(f"{options.png}: {options.png.stat().st_size} bytes")
     return 0
 
 
-def start_tensorboard(run: Path, log: Path, timeout_s: float) -> tuple[subprocess.Popen[bytes], str]:
-    """Server process and its address. Waits for the address in the log, at most timeout_s."""
-    # one loader that is ours to end: the fast one is a second process
-    command = [sys.executable, "-m", "tensorboard.main", "--load_fast=false", "--host", "127.0.0.1", "--port", "0"]
-    folder = run.resolve()
-    with log.open("wb") as out:
-        # the page prints the folder as it was given: a short name, not a path of this machine
-        server = subprocess.Popen([*command, "--logdir", folder.name], cwd=folder.parent, stdout=out, stderr=out)
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        text = log.read_text(errors="replace")
-        if found := re.search(r"at (http://127\.0\.0\.1:\d+/)", text):
-            return server, found[1]
-        if server.poll() is not None:
-            break
-        time.sleep(0.2)
-    server.kill()
-    server.wait(10)
-    sys.exit(f"TensorBoard did not start:\n{log.read_text(errors='replace')[-2000:]}")
+def take_page(browser: Browser, dashboard: Dashboard, page: str, png: Path) -> None:
+    """One page alone, with the names of the lines under each chart."""
+    dashboard.show(page)
+    dashboard.legends()
+    time.sleep(SETTLE_S)
+    left, top, width, height = dashboard.bounds(page)
+    browser.resize(left + width, top + height)
+    take(browser, png, (left, top, width, height))
+    browser.resize(left + width, 1000)
 
 
-def wait_for_layout(url: str, timeout_s: float) -> None:
-    """Wait until TensorBoard has read the run's layout, at most timeout_s."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"{url}data/plugin/custom_scalars/layout", timeout=10) as reply:
-                if json.load(reply):
-                    return
-        except (urllib.error.URLError, ValueError, TimeoutError):
-            pass  # still starting
-        time.sleep(0.5)
-    sys.exit("TensorBoard shows no custom scalars: is this a run folder with tb/ in it?")
+def take(browser: Browser, png: Path, area: tuple[int, int, int, int] | None = None) -> None:
+    """One picture, in few colours."""
+    time.sleep(SETTLE_S)
+    browser.picture(png, area)
+    Image.open(png).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(png, optimize=True)
+    print(f"{png}: {png.stat().st_size} bytes", flush=True)
 
 
-def shoot(browser: str, url: str, png: Path, size: str, profile: Path) -> None:
-    """One picture of a page after 30 s of its own (virtual) time."""
-    png.parent.mkdir(parents=True, exist_ok=True)
-    window = [f"--user-data-dir={profile}", f"--window-size={size.replace('x', ',')}", "--virtual-time-budget=30000"]
-    command = [browser, *FLAGS, *window, f"--screenshot={png.resolve()}", url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    if done.returncode or not png.exists():
-        sys.exit(f"Chromium made no picture:\n{done.stderr[-2000:]}")
+def slug(page: str) -> str:
+    """Part of a file name."""
+    return page.lower().replace(" ", "-")
 
 
 if __name__ == "__main__":
