@@ -13,6 +13,8 @@ import typer
 
 from asyncrl.config import Config, load_config, save_config, to_yaml, validate
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.lens import command as lens
+from asyncrl.watch import commands
 
 HELP = "Asynchronous RL for Mixture-of-Experts policies. Try: asyncrl run configs/quickstart.yaml"
 
@@ -79,7 +81,7 @@ def run(
     config = read(arguments)
     if resume:
         config = located(config, [a for a in arguments if "=" not in a])
-    raise typer.Exit(supervise(config, resume))
+    raise typer.Exit(supervise(config, resume, [a for a in arguments if "=" in a]))
 
 
 @app.command()
@@ -255,6 +257,10 @@ def keys_revoke(
     from asyncrl.transport.keys import revoke
 
     revoke(directory, name)
+
+
+commands.register(app)
+lens.register(app)
 
 
 def main() -> None:

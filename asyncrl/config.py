@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from asyncrl import rules, rules_engine
 from asyncrl.errors import ConfigError
+from asyncrl.sections.alarms import AlarmsSection
 from asyncrl.sections.base import Section
 from asyncrl.sections.fleet import (
     EvalSection,
@@ -25,6 +26,7 @@ from asyncrl.sections.fleet import (
     WeightsSection,
 )
 from asyncrl.sections.policy import ChainSumTask, ModelSection, SamplingSection
+from asyncrl.sections.sentinel import SentinelSection
 from asyncrl.sections.training import AlgorithmSection, LearnerSection, StalenessSection
 from asyncrl.suggest import explain
 
@@ -43,7 +45,9 @@ class Config(Section):
     learner: LearnerSection = LearnerSection()
     weights: WeightsSection = WeightsSection()
     eval: EvalSection = EvalSection()
+    sentinel: SentinelSection = SentinelSection()
     logging: LoggingSection = LoggingSection()
+    alarms: AlarmsSection = AlarmsSection()
 
     @property
     def run_dir(self) -> Path:
@@ -58,7 +62,7 @@ class Config(Section):
     @property
     def full_routes(self) -> bool:
         """True when the generator must send routes and not only counts."""
-        return self.algorithm.routes == "r3"
+        return self.algorithm.routes == "r3" or self.generator.routes == "full"
 
     @property
     def weights_security(self) -> Literal["loopback", "curve", "none"]:
@@ -148,6 +152,35 @@ def _override(item: str) -> tuple[str, Any]:
     if not sign or not key.strip():
         raise ConfigError(f"override {item!r} is not key=value")
     return f"override {item!r}", OmegaConf.from_dotlist([item])
+
+
+def read_overrides(items: Sequence[str]) -> dict[str, Any]:
+    """Values by dotted key of `key=value` words, read as `load_config` reads them; nothing is checked.
+
+    ConfigError for what is no key=value.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    out: dict[str, Any] = {}
+    for item in items:
+        try:
+            tree = OmegaConf.to_container(_override(item)[1], resolve=True)
+        except (OmegaConfBaseException, YAMLError) as exc:
+            raise ConfigError(f"cannot read {item!r}: {exc}") from exc
+        out |= _values(tree)
+    return out
+
+
+def _values(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a tree by dotted key."""
+    if not isinstance(tree, dict) or not tree:
+        return {prefix.removesuffix("."): tree}
+    out: dict[str, Any] = {}
+    for name, inner in tree.items():
+        out |= _values(inner, f"{prefix}{name}.")
+    return out
 
 
 def validate(tree: dict[str, Any]) -> Config:

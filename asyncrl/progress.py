@@ -128,17 +128,26 @@ def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cp
     console.print(table)
     if (run_dir / "model").is_dir():
         console.print(f"model:     {run_dir / 'model'}", highlight=False, soft_wrap=True)
-    console.print(
-        f"dashboard: {_tensorboard()} --logdir {run_dir / 'tb'}   then open http://127.0.0.1:6006/#custom_scalars",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    console.print(dashboard(run_dir), highlight=False, soft_wrap=True)
 
 
-def _tensorboard() -> str:
+def watching(run_dir: Path, tensorboard: bool) -> list[str]:
+    """How to watch a run while it goes. tensorboard: whether it writes the dashboard."""
+    status = f"watch:     {_command('asyncrl')} status {run_dir} --watch"
+    return [status, dashboard(run_dir)] if tensorboard else [status]
+
+
+def dashboard(run_dir: Path) -> str:
+    """How to open the dashboard, on its ready pages."""
+    command = f"{_command('tensorboard')} --logdir {run_dir / 'tb'}"
+    return f"dashboard: {command}   then open http://127.0.0.1:6006/#custom_scalars"
+
+
+def _command(name: str) -> str:
     """The command as this user can paste it: beside the running python unless it is on the PATH."""
-    beside = Path(sys.executable).with_name("tensorboard")
-    if shutil.which("tensorboard") or not beside.exists():
-        return "tensorboard"
+    beside = Path(sys.executable).with_name(name)
+    if shutil.which(name) or not beside.exists():
+        return name
     here = Path.cwd()
     return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 

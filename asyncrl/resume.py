@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from asyncrl.config import Config, load_config, save_config, validate
+from asyncrl import tunable
+from asyncrl.config import Config, load_config, read_overrides, save_config, validate
 from asyncrl.errors import ConfigError
 from asyncrl.learner.stored import newest
+from asyncrl.replay.knobs import Knobs
 from asyncrl.replay.snapshot import FILE as SNAPSHOT
-from asyncrl.replay.snapshot import SnapshotFile, fingerprint
+from asyncrl.replay.snapshot import Snapshot, SnapshotFile, fingerprint
+from asyncrl.replay.untune import order, ordered
 from asyncrl.types import ModelInfo
 
 CONFIG = "config.yaml"
@@ -55,16 +58,17 @@ def own(folder: Path) -> IO[str]:
     return handle
 
 
-def resumable(config: Config, model: ModelInfo) -> list[str]:
+def resumable(config: Config, model: ModelInfo, overrides: Sequence[str] = ()) -> list[str]:
     """What will be done, in words; the run folder keeps `config`, and what it held before as config-<n>.yaml.
 
+    overrides: KEY=VALUE words that `config` has already; of these keys it wins over what was tuned.
     Raises ConfigError when there is nothing to resume, the run is over or running, or a setting cannot change.
     """
     folder = config.run_dir
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"nothing to resume: {folder} has no {CONFIG}; run without --resume to begin a run")
     for name in LOCKS:
-        if _is_held(folder / name):
+        if is_held(folder / name):
             raise ConfigError(f"{folder} is in use: a process holds {name}; stop that run, or wait for it")
     found, has_snapshot = newest(folder), (folder / SNAPSHOT).exists()
     if found is None and not has_snapshot:
@@ -74,15 +78,33 @@ def resumable(config: Config, model: ModelInfo) -> list[str]:
     saved = load_config(folder / CONFIG)
     changes = differences(saved, config)
     _check(changes, saved, config)
-    _check_snapshot(config, model, changes)
+    snapshot = _check_snapshot(config, model, changes)
     said = [f"{key}: {old!r} -> {new!r}" for key, (old, new) in changes.items()]
     if found is None:
         said.append("there is no checkpoint yet: training begins again from model.path")
     elif not has_snapshot:
         said.append(f"{SNAPSHOT} is gone: every prompt is given out again, from the first")
+    if snapshot is not None:
+        said += _tuned(config, snapshot, overrides)
     if changes:
         _replace(folder / CONFIG, config)
     return said
+
+
+def _tuned(config: Config, snapshot: Snapshot, overrides: Sequence[str]) -> list[str]:
+    """What of the live settings ends, by order to the next replay, and what stays in force against the config."""
+    named = {key for key in read_overrides(overrides) if tunable.is_tunable(key)}
+    knobs = Knobs(config, untune=named | ordered(config.run_dir))
+    ended = knobs.load(snapshot.queue.knobs)
+    if named & ended.keys():
+        order(config.run_dir, named & ended.keys())
+    said = [f"no longer tuned: {key}: {old} -> {new}" for key, (old, new) in ended.items() if old != new]
+    state = knobs.state()
+    return said + [
+        f"tuned, still in force: {key}={value} (config {state['config'][key]}); "
+        f"it ends by: asyncrl tune RUN {key}={state['config'][key]}"
+        for key, value in state["values"].items()
+    ]
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
@@ -118,7 +140,7 @@ def _check(changes: dict[str, tuple[Any, Any]], saved: Config, config: Config) -
         raise ConfigError("\n".join(f"{p}; set it back, or choose another run.name without --resume" for p in problems))
 
 
-def _check_snapshot(config: Config, model: ModelInfo, changes: dict[str, tuple[Any, Any]]) -> None:
+def _check_snapshot(config: Config, model: ModelInfo, changes: dict[str, tuple[Any, Any]]) -> Snapshot | None:
     """Replay would refuse a snapshot of another model, or one that is damaged, only after it was started."""
     snapshot = SnapshotFile(config.run_dir, fingerprint(config, model)).read()
     if snapshot is not None and snapshot.done and "learner.updates" in changes:
@@ -126,14 +148,16 @@ def _check_snapshot(config: Config, model: ModelInfo, changes: dict[str, tuple[A
             f"{config.run_dir} made its last update, and only its last evaluation is open: learner.updates cannot "
             f"become {config.learner.updates} any more; set it back to {changes['learner.updates'][0]}"
         )
+    return snapshot
 
 
-def _is_held(lock: Path) -> bool:
+def is_held(lock: Path) -> bool:
+    """True while a process holds that lock. Asks for a shared one, so that whoever only looks sees no other looker."""
     if not lock.exists():
         return False
-    with lock.open("a") as handle:
+    with lock.open() as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False

@@ -90,6 +90,7 @@ def problems(c: Config) -> Iterator[str]:
         )
     yield from _schedule(c)
     yield from _waits(c)
+    yield from _alarms(c)
 
 
 def _schedule(c: Config) -> Iterator[str]:
@@ -146,3 +147,18 @@ def _waits(c: Config) -> Iterator[str]:
             f"{c.replay.heartbeat_timeout_s:g}: a run would end before a generator counts as dead; set "
             f"run.watchdog_s > {c.replay.heartbeat_timeout_s:g}"
         )
+
+
+def _alarms(c: Config) -> Iterator[str]:
+    """Rules of the alarms."""
+    for name, rule in c.alarms.rules().items():
+        if rule.updates > rule.window:
+            yield (
+                f"alarms.{name}.updates={rule.updates} of the last alarms.{name}.window={rule.window} updates can "
+                f"never be; set alarms.{name}.window >= {rule.updates}"
+            )
+        if rule.enabled and "command" in rule.actions and not c.alarms.command:
+            yield (
+                f"alarms.{name}.actions has command, but alarms.command names no program; set alarms.command or take "
+                f"it out of alarms.{name}.actions"
+            )

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -19,7 +20,7 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launcher import STANDALONE
 from asyncrl.preflight import preflight
 from asyncrl.process import Child, role_environment, start, stop_all
-from asyncrl.progress import Tail, View, print_summary, progress_bar
+from asyncrl.progress import Tail, View, print_summary, progress_bar, watching
 from asyncrl.restarts import RestartPolicy, Verdict
 from asyncrl.resume import own, resumable
 
@@ -139,10 +140,11 @@ def fresh_run(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})
 
 
-def run(config: Config, resume: bool = False) -> int:
+def run(config: Config, resume: bool = False, overrides: Sequence[str] = ()) -> int:
     """Run to the end. Returns the exit status: 0, 1 after a failure, 128 + n after signal n.
 
-    resume: go on in the run folder of this name; ConfigError when that cannot be. Waits for the learner without a
+    resume: go on in the run folder of this name; ConfigError when that cannot be. overrides: the KEY=VALUE words of the
+    command line, which `config` has already. Waits for the learner without a
     limit of its own: every role's waits have limits.
     """
     model = preflight(config, generates=config.generator.count > 0)
@@ -156,7 +158,7 @@ def run(config: Config, resume: bool = False) -> int:
         )
     with own(config.run_dir):
         if resume:
-            said = resumable(config, model)
+            said = resumable(config, model, overrides)
         return _run(config, resume, said)
 
 
@@ -164,7 +166,8 @@ def _run(config: Config, resume: bool, said: list[str]) -> int:
     run_dir = config.run_dir
     console = Console()
     word = "resuming in" if resume else "run folder:"
-    for line in (f"{word} {run_dir} (config.yaml, metrics.jsonl, tb/, logs/)", *said):
+    watch = watching(run_dir, config.logging.tensorboard)
+    for line in (f"{word} {run_dir} (config.yaml, metrics.jsonl, tb/, logs/)", *said, *watch):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
     supervisor = Supervisor(config, run_dir)
 

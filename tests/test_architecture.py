@@ -24,13 +24,14 @@ BELOW: dict[str, set[str]] = {
     "rules_engine": {"config"},
     "sections": {"suggest"},
     "config": {"errors", "rules", "rules_engine", "suggest", "sections"},
+    "tunable": {"errors", "suggest", "config"},
     "arrays": {"errors"},
     "wire": {"arrays", "errors", "types"},
     "algos": {"errors"},
     "transport": {"errors"},
     "tasks": {"errors", "parent", "types", "config", "sections"},
-    "metrics": {"errors", "types"},
-    "replay": {"errors", "types", "config", "arrays", "wire", "transport", "tasks"},
+    "metrics": {"errors", "sections", "types"},
+    "replay": {"errors", "types", "config", "tunable", "arrays", "wire", "transport", "tasks"},
     "models": {"errors", "types"},
     "weights": {"errors", "parent", "types", "models", "transport"},
     "engines": {"errors", "types", "models"},
@@ -39,6 +40,7 @@ BELOW: dict[str, set[str]] = {
         "errors",
         "types",
         "config",
+        "tunable",
         "sections",
         "arrays",
         "wire",
@@ -54,7 +56,7 @@ ALSO: dict[str, set[str]] = {"replay": {"asyncrl.models.describe"}}
 # Commands and supervision sit on top: they may import everything, nothing below imports them.
 TOP = {
     "__init__", "__main__", "cli", "launcher", "preflight", "preflight_sglang", "process", "progress", "remote",
-    "restarts", "resume", "supervisor",
+    "restarts", "resume", "supervisor", "watch", "lens",
 }  # fmt: skip
 
 # Third-party packages that live behind one border.
@@ -68,6 +70,8 @@ HOMES: dict[str, set[str]] = {
         "wire",
         "weights",
         "learner/checkpoint",
+        "learner/dump",
+        "learner/dumping",
         "learner/saved",
         "learner/stored",
         "learner/table",
@@ -75,14 +79,15 @@ HOMES: dict[str, set[str]] = {
         "replay/snapshot",
     },
     "tensorboard": {"metrics/events"},
-    "typer": {"cli"},
+    "typer": {"cli", "watch/commands", "lens/command"},
+    "matplotlib": {"lens/plots"},
     "transformers": {"models", "engines"},
     "reasoning_gym": {"tasks"},
     "sglang": {"engines"},
     "aiohttp": {"engines/sglang"},
     "torch.distributed": {"learner", "launcher", "weights/collective"},
 }
-TORCH = {"algos", "models", "weights", "engines", "generator", "learner", "launcher"}
+TORCH = {"algos", "models", "weights", "engines", "generator", "learner", "launcher", "lens"}
 
 
 def unit_of(path: Path) -> str:

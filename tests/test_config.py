@@ -135,6 +135,7 @@ def test_the_config_is_frozen():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        # B60
         ("rdc.quantle=0.1", ["'rdc.quantle'", "0.1", "'algorithm.rdc.q'"]),
         ("quantile=0.1", ["'quantile'", "0.1", "'algorithm.rdc.q'"]),
         ("algorithm.rdc.quantile=0.1", ["'algorithm.rdc.quantile'", "'algorithm.rdc.q'"]),
@@ -376,6 +377,7 @@ def test_the_reference_page_names_every_key():
 def test_replay_turns_full_routes_on(routes, full):
     config = validate({"model": {"path": "x"}, "algorithm": {"routes": routes}})
     assert config.full_routes is full
+    assert validate({"model": {"path": "x"}, "generator": {"routes": "full"}}).full_routes
 
 
 @pytest.mark.parametrize(

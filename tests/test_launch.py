@@ -68,7 +68,7 @@ def is_in_session(process, session):
 
 
 def end(process):
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=90)
     return process.returncode, out, err
 
 
@@ -124,7 +124,7 @@ def test_a_signal_ends_everything_with_128_plus_n(launch, number):
 @pytest.mark.parametrize(("words", "status"), [(["-h"], 0), (["configs/quickstart.yaml", "--help"], 0), ([], 2)])
 def test_help_prints_the_usage_and_starts_nothing(words, status):
     command = ["bash", "launch/local.sh", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     text, other = (done.stderr, done.stdout) if status else (done.stdout, done.stderr)
     assert done.returncode == status and text.startswith("usage: launch/local.sh CONFIG...") and not other
 

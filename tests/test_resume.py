@@ -11,7 +11,9 @@ from asyncrl.config import load_config, save_config, validate
 from asyncrl.errors import ConfigError
 from asyncrl.learner.stored import State
 from asyncrl.replay.evals import Evaluations
+from asyncrl.replay.knobs import Knobs
 from asyncrl.replay.snapshot import SnapshotFile, fingerprint
+from asyncrl.replay.untune import FILE, done, order, ordered
 from asyncrl.resume import differences, located, own, resumable
 from asyncrl.types import ModelInfo
 from tests.replay.support import MODEL, make_queue
@@ -24,8 +26,11 @@ def config_of(folder, **sections):
     return validate(tree)
 
 
-def write_snapshot(config, done=False):
+def write_snapshot(config, done=False, tuned=()):
     queue = make_queue()
+    queue.knobs = Knobs(config)
+    for values in tuned:
+        queue.knobs.change(values, "me", "", 3, 100.0)
     SnapshotFile(config.run_dir, fingerprint(config, MODEL)).write(
         queue=queue.save(), evaluations=Evaluations([], queue.tally, every=0).save(), restarts=0, source="",
         generators=[], done=done, journal_bytes=0,
@@ -148,3 +153,45 @@ def test_one_run_at_a_time_has_the_folder(run):
     with own(run), pytest.raises(ConfigError, match=r"in use: another `asyncrl run` holds run\.lock"):
         own(run)
     own(run).close()
+
+
+LAG = "staleness.max_lag"
+
+
+def test_what_is_tuned_is_said_and_a_key_that_is_named_is_that_of_the_config_again(run):
+    config = config_of(run)
+    write_snapshot(config, tuned=[{LAG: "16", "weights.paused": "true"}])
+    said = [
+        f"tuned, still in force: {LAG}=16 (config 8); it ends by: asyncrl tune RUN {LAG}=8",
+        "tuned, still in force: weights.paused=true (config false); it ends by: asyncrl tune RUN weights.paused=false",
+    ]
+    assert sorted(resumable(config, MODEL)) == said
+    assert not (run / FILE).exists()
+    # The values of the config of before: nothing differs, but they were asked for.
+    again = [f"no longer tuned: {LAG}: 16 -> 8"]
+    assert sorted(resumable(config, MODEL, ["learner.updates=8", f"{LAG}=8"])) == [*again, said[1]]
+    assert ordered(run) == {LAG}
+    # Replay could not start: the order stands, and another is added to it.
+    assert sorted(resumable(config, MODEL)) == [*again, said[1]]
+    resumable(config, MODEL, ["weights={paused: false}"])
+    assert ordered(run) == {LAG, "weights.paused"}
+    assert not (run / "config-1.yaml").exists()
+
+
+def test_a_resume_that_is_refused_orders_nothing(run):
+    write_snapshot(config_of(run), tuned=[{LAG: "16"}])
+    with pytest.raises(ConfigError, match="a run may get longer"):
+        resumable(config_of(run, learner={"updates": 7}), MODEL, ["learner.updates=7", f"{LAG}=8"])
+    assert not (run / FILE).exists()
+
+
+def test_an_order_is_carried_out_once_and_a_damaged_one_is_none(run):
+    order(run, ["a"])
+    order(run, ["b"])
+    assert ordered(run) == {"a", "b"}
+    done(run)
+    done(run)
+    assert ordered(run) == set()
+    for text in ("\0\0", "{", "3", "[1]"):
+        (run / FILE).write_text(text)
+        assert ordered(run) == set()

@@ -90,8 +90,9 @@ def section(model: type[BaseModel], prefix: str, docs: dict[Any, str], types: di
             inner += section(annotation, f"{prefix}{name}.", docs, types)
             continue
         default = "required" if info.is_required() else show(info.get_default(call_default_factory=True))
-        text = docs.get((model.__name__, name), "").replace("|", "\\|")
-        rows.append(f"| `{prefix}{name}` | {kind(info, types[model.__name__, name])} | {default} | {text} |")
+        owner = next(c.__name__ for c in model.__mro__ if (c.__name__, name) in types)
+        text = docs.get((owner, name), "").replace("|", "\\|")
+        rows.append(f"| `{prefix}{name}` | {kind(info, types[owner, name])} | {default} | {text} |")
     return [*lines, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, *inner]
 
 

@@ -186,6 +186,9 @@ class SglangEngine:
                 raise WeightSyncError(f"version {version} is older than {requests.version}, which is held")
             # A name of this engine's own: another run on the same server has versions of the same number.
             label, known = f"{version}+{requests.life}", requests.versions
+            if label in known:
+                # A re-sync: what was cached under the version's first label may be of other weights.
+                label = f"{label}.{len(known)}"
             # Running requests go on under the new label before the updater says that it is through.
             requests.versions = known | {label: version}
             requests.shut()

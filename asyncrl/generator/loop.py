@@ -69,11 +69,14 @@ class Generator:
         self.running: dict[str, tuple[wire.LeaseMsg, asyncio.Task[None]]] = {}
         self.outbox = Outbox()
         self.replay_boot, self.heard = "", 0
+        self.tuned, self.groups_in_flight = 0, config.generator.groups_in_flight
         self.asked_at: float | None = None
         self.pause_until = 0.0
         self.busy = BusyLog()
         self.load_failures, self.load_after, self.loading = 0, 0.0, False
         self.gone: Version | None = None
+        self.whole = False
+        """The next load is a re-sync: of the whole version, whatever is held."""
         w = config.weights
         self.load_limit_s = max(LOAD_TIMEOUT_S, PHASES * w.timeout_s if w.carrier in ("collective", "disk") else 0.0)
         self.reader = _reader(config)
@@ -83,7 +86,7 @@ class Generator:
         identity = f"{generator_id[:200]}|{self.boot}".encode()
         self.link = Link(place, identity, self._introduction, limit_s, keys)
         self.over = False
-        names = ("groups", "failed", "reward_errors", "cancelled", "load_failures", "timeouts")
+        names = ("groups", "failed", "reward_errors", "cancelled", "load_failures", "timeouts", "resyncs")
         self.counters = dict.fromkeys(names, 0.0)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -145,7 +148,8 @@ class Generator:
 
     def _handle(self, message: wire.Message) -> None:
         match message:
-            case wire.Welcome(newest=newest, boot=boot):
+            case wire.Welcome(newest=newest, boot=boot, tuned=tuned):
+                self._tune(tuned)
                 if boot != self.replay_boot:
                     # A replay that was started again knows none of what it admitted before.
                     self.replay_boot, self.heard, self.asked_at = boot, 0, None
@@ -157,6 +161,8 @@ class Generator:
                 self._fail(TransportError(f"replay refused generator {self.id}: {reason}"))
             case wire.NewVersion(epoch=epoch, update=update, source=source):
                 self._aim(Version(epoch, update), source)
+            case wire.Settings(tuned=tuned):
+                self._tune(tuned)
             case wire.Leases(leases=leases, idle=idle, seq=seq):
                 self.asked_at = None
                 self.pause_until = time.monotonic() + TICK_S if idle else 0.0
@@ -180,6 +186,10 @@ class Generator:
                     if lease_id in self.running:
                         self.counters["cancelled"] += 1
                         self.running[lease_id][1].cancel()
+            case wire.Resync(epoch=epoch, update=update, source=source):
+                self.whole = True
+                if self.target is None or self.target[0] < Version(epoch, update):
+                    self.target = (Version(epoch, update), source)
             case wire.Stop(reason=reason):
                 log.info("stopping: %s", reason)
                 self.over = True
@@ -193,10 +203,17 @@ class Generator:
 
     # --- leases ---------------------------------------------------------------------------------
 
+    def _tune(self, tuned: wire.Tuned) -> None:
+        """Live settings: how many groups are sampled at a time. What is running is finished in any case."""
+        configured, self.tuned = self.config.generator.groups_in_flight, tuned.seq
+        wanted = int(tuned.values.get("generator.groups_in_flight", configured))
+        # The embedded engine has memory for what its own config says.
+        self.groups_in_flight = min(wanted, configured) if self.config.generator.engine == "torch" else wanted
+
     def _free_rows(self) -> int:
         size = self.config.algorithm.group_size
         used = sum(1 if lease.eval_id else size for lease, _ in self.running.values())
-        return self.config.generator.groups_in_flight * size - used
+        return self.groups_in_flight * size - used
 
     async def _lease(self) -> None:
         """Ask for work while there is room. Waits for an answer; asks again after RESEND_S."""
@@ -292,16 +309,20 @@ class Generator:
                     continue
             deferred = None
             version, source = self.target
-            self.target = None
+            self.target, whole, self.whole = None, self.whole, False
+            if whole:
+                self.reader.forget()
             try:
                 await self._load_now(version, source)
             except WeightSyncError as exc:
+                self.whole = self.whole or whole
                 if self.gone != version:
                     await say(self.link, exc)
                 self._load_failed(exc, version, source)
                 continue
             self.load_failures = 0
             self.held = version
+            self.counters["resyncs"] += whole
             self.wake.set()
 
     async def _load_now(self, version: Version, source: str) -> None:
@@ -354,7 +375,7 @@ class Generator:
                 else:
                     gauges = {k: float(v) for k, v in stats.items()} | self.counters
                     gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
-                    gauges["loading"] = float(self.loading)
+                    gauges |= {"loading": float(self.loading), "tuned": float(self.tuned)}
                     beat_message = wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())
                     await self.link.send(wire.encode(beat_message))
             await asyncio.sleep(TICK_S)

@@ -84,6 +84,8 @@ class Checkpoints:
         """Seconds that the learner stood still for checkpoints since the last record."""
         self.write_s = 0.0
         """Seconds in which the slowest rank wrote the last one."""
+        self.suspect: int | None = None
+        """Update from which on an alarm may find the run bad: the newest checkpoint before it is kept. On rank 0."""
 
     def load(self, policy: Policy, updater: Updater) -> Progress | None:
         """Fill policy and optimizer from the newest complete checkpoint; None without one.
@@ -103,7 +105,7 @@ class Checkpoints:
                     progress = self._read(folder, listed.state, policy, updater)
                     if damaged and self._world.is_writer:
                         log.warning("%s is used instead of what is damaged: %s", folder, "; ".join(damaged.values()))
-                        self._set_aside(damaged)
+                        self._set_aside(damaged, "damaged")
                     self.newest = progress.update
                     return progress
             damaged[folder] = why
@@ -194,6 +196,19 @@ class Checkpoints:
         if self._world.is_writer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+    def go_back(self, update: int) -> None:
+        """An alarm found the run bad from `update` on: whoever goes on begins before it. Nothing is saved after this.
+
+        Checkpoints of `update` and later are set aside. Waits for an older one that is being written, at most limit_s.
+        """
+        if self.pending is not None and self.pending.update < update:
+            self._settle(self._limit_s)
+        self._job = self.pending = None
+        if self._world.is_writer:
+            left = by_age(self._folder)
+            self._set_aside((f for f in left if int(f.name[1:]) >= update), "alarm")
+            self.newest = max((int(f.name[1:]) for f in left if int(f.name[1:]) < update), default=-1)
+
     # --- writing --------------------------------------------------------------------------------
 
     def _aside(self, update: int) -> Path:
@@ -239,8 +254,15 @@ class Checkpoints:
         delete(final)
         aside.rename(final)
         flush(self._folder)
-        for old in by_age(self._folder)[self._keep :]:
-            delete(old)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove those beyond `keep`, but not the one to which an alarm may lead back."""
+        found = by_age(self._folder)
+        good = next((f for f in found if self.suspect is not None and int(f.name[1:]) < self.suspect), None)
+        for old in found[self._keep :]:
+            if old != good:
+                delete(old)
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -295,10 +317,10 @@ class Checkpoints:
             set_random_states(folder / file_of(self._world), self._world)
         return state.progress
 
-    def _set_aside(self, damaged: Iterable[Path]) -> None:
+    def _set_aside(self, unfit: Iterable[Path], why: str) -> None:
         """Out of the way of new ones, still there to be looked at."""
-        for folder in damaged:
-            aside = folder.with_name(f"{folder.name}.damaged")
+        for folder in unfit:
+            aside = folder.with_name(f"{folder.name}.{why}")
             try:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,9 @@ MEANWHILE_S = 0.01
 """How often a waiting take looks whether there is something to announce."""
 
 
+MAX_VALUES, MAX_ALARMS, MAX_NAME = 4096, 256, 256
+"""What a Report may hold."""
+
 ANSWER_SHARE = 0.75
 """Share of a collective's timeout for which rank 0 waits for replay while the others wait for rank 0."""
 
@@ -52,13 +56,27 @@ def answer_limit(start_timeout_s: float, collective_timeout_s: float, world_size
     )
 
 
+def reportable(values: Mapping[str, float]) -> dict[str, float]:
+    """What the wire takes: at most MAX_VALUES, in a large fleet without those of single generators first."""
+    known = {k: float(v) for k, v in values.items() if len(k) <= MAX_NAME}
+    few = {k: v for k, v in known.items() if len(known) <= MAX_VALUES or not k.startswith("generator/")}
+    return dict(list(few.items())[:MAX_VALUES])
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a take. batches[m] are its groups of batch m, bounds[m] their bound."""
+    """This rank's part of a take. batches[m] are its groups of batch m, bounds[m] their bound.
+
+    tuned: the live settings of this take, coming: the newest when it was frozen; the same for every rank.
+    """
 
     take_id: int
     batches: list[list[Group]]
     bounds: list[int]
+    tuned: wire.Tuned
+    coming: wire.Tuned
+    probes: tuple[Group, ...] = ()
+    """Groups of generators in quarantine, on rank 0: to be scored and never trained."""
 
 
 class ReplayClient:
@@ -92,6 +110,7 @@ class ReplayClient:
         self._seq = 0
         self._published: tuple[Version, str, int] | None = None
         self._held: Version | None = None
+        self._reported: tuple[int, dict[str, float], list[wire.AlarmMsg]] | None = None
         self.epoch = 0
         """Run epoch of all that is asked and told; set it before the first take."""
         self.stopping: Callable[[], bool] = lambda: False
@@ -124,6 +143,8 @@ class ReplayClient:
         if self._published is not None:
             (epoch, update), source, batches = self._published
             self._socket.send(wire.encode(wire.Published(epoch, update, source, batches=batches)))
+        if self._reported is not None:
+            self._socket.send(wire.encode(wire.Report(*self._reported, epoch=self.epoch)))
 
     def _hello(self, limit: Limit) -> wire.Welcome:
         message, _ = self._ask(self._introduction(), (wire.Welcome, wire.Refused), limit)
@@ -162,7 +183,8 @@ class ReplayClient:
                 if isinstance(message, wire.Refused) and wire.Refused not in answers:
                     raise TransportError(f"replay refused {type(request).__name__}: {message.reason}")
                 # An Ack may be a late one, of a request that was sent twice.
-                if isinstance(message, answers) and getattr(message, "seq", 0) == getattr(request, "seq", 0):
+                same = all(getattr(message, x, d) == getattr(request, x, d) for x, d in (("seq", 0), ("key", "")))
+                if isinstance(message, answers) and same:
                     return message, list(frames[2:])
         raise NoAnswer(
             f"replay did not answer {type(request).__name__} within {limit.seconds:g} s ({limit.key}); "
@@ -228,6 +250,36 @@ class ReplayClient:
         """Announce the last update."""
         self._tell(wire.Done(update, self._next(), self.epoch))
 
+    def tuned(self) -> wire.Tuned:
+        """The newest live settings."""
+        reply, _ = self._ask(wire.Tune(key=uuid.uuid4().hex), (wire.TuneReply,), self._answer)
+        assert isinstance(reply, wire.TuneReply)
+        return reply.tuned
+
+    def tune(self, values: Mapping[str, object], by: str) -> str:
+        """Change live settings by config key, as `asyncrl tune` does. Returns what replay says of it.
+
+        TransportError with the reason when replay refuses.
+        """
+        request = wire.Tune({k: json.dumps(v) for k, v in values.items()}, 0, by, uuid.uuid4().hex)
+        reply, _ = self._ask(request, (wire.TuneReply,), self._answer)
+        assert isinstance(reply, wire.TuneReply)
+        if not reply.ok:
+            raise TransportError(f"replay refused to tune {dict(values)} for {by}: {reply.text}")
+        return reply.text
+
+    def report(self, update: int, values: Mapping[str, float], alarms: Sequence[wire.AlarmMsg]) -> None:
+        """Tell replay of the last record, for whoever asks for the state of the run.
+
+        A replay that is started again hears it again. What is more than a message may hold is left out.
+        """
+        self._reported = (update, reportable(values), list(alarms[:MAX_ALARMS]))
+        self._tell(wire.Report(*self._reported, self._next(), self.epoch))
+
+    def verdict(self, generator_id: str, sound: bool, reason: str, boot: str = "") -> None:
+        """Tell replay to quarantine a generator, or to let it in again. boot: of its process, "" for any."""
+        self._tell(wire.Verdict(generator_id, sound, reason, self._next(), self.epoch, boot))
+
     def status(self) -> dict[str, Any]:
         """Gauges, counters and finished evaluations of replay."""
         reply, _ = self._ask(wire.Status(), (wire.StatusReply,), self._answer)
@@ -238,7 +290,7 @@ class ReplayClient:
         self._seq += 1
         return self._seq
 
-    def _tell(self, message: wire.Commit | wire.Published | wire.Done) -> None:
+    def _tell(self, message: wire.Commit | wire.Published | wire.Report | wire.Verdict | wire.Done) -> None:
         self._ask(message, (wire.Ack,), self._answer)
 
     def close(self) -> None:
@@ -248,8 +300,10 @@ class ReplayClient:
 
 def _shard(reply: wire.TakeReply, buffers: Sequence[Buffer]) -> Shard:
     batches: list[list[Group]] = [[] for _ in reply.bounds]
+    probes: list[Group] = []
     at = 0
     for batch, count in zip(reply.batch, reply.frames, strict=True):
-        batches[batch].append(wire.decode_group([b"group", *buffers[at : at + count]]))
+        group = wire.decode_group([b"group", *buffers[at : at + count]])
+        (probes if batch < 0 else batches[batch]).append(group)
         at += count
-    return Shard(reply.take_id, batches, reply.bounds)
+    return Shard(reply.take_id, batches, reply.bounds, reply.tuned, reply.coming, tuple(probes))

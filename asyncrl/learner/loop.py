@@ -11,21 +11,26 @@ from pathlib import Path
 
 import torch
 
-from asyncrl.config import Config
+from asyncrl.config import Config, to_yaml
 from asyncrl.errors import TrainingError
+from asyncrl.learner.alarming import Alarming, ended_by
 from asyncrl.learner.batch import Row, rows_of
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.client import ReplayClient, Shard, answer_limit
+from asyncrl.learner.dumping import Dumps
 from asyncrl.learner.health import Skips
+from asyncrl.learner.probing import score_probes
 from asyncrl.learner.publish import export, published_dtype
 from asyncrl.learner.publishing import Due, Publishing
-from asyncrl.learner.recorder import Recorder
+from asyncrl.learner.recorder import Recorder, absent
+from asyncrl.learner.sentinel import Sentinel
+from asyncrl.learner.settings import LiveSettings, as_text, is_paused
 from asyncrl.learner.shard import World, build_policy, init_world
 from asyncrl.learner.start import begin, evaluated, model_fingerprint
 from asyncrl.learner.step import Updater
 from asyncrl.learner.stop import Stopped, StopSignal, time_to_leave
 from asyncrl.learner.stored import Progress
-from asyncrl.learner.table import all_max
+from asyncrl.learner.table import Table, all_bytes, all_max
 from asyncrl.learner.taking import take_together
 from asyncrl.learner.update import Outcome, TakeState, run_update, score_take
 from asyncrl.metrics.sink import Sink, hold
@@ -40,12 +45,16 @@ log = logging.getLogger(__name__)
 MAX_UNFORCED = 10
 """Updates under R3 without a single forced row before the run ends."""
 
+PAUSE_S = 1.0
+"""How often a paused learner asks whether it may go on."""
+
 
 class Learner:
     """State of one rank. The clock is `update`; it advances only on a real optimizer step."""
 
     def __init__(self, config: Config, run_dir: Path, world: World, stop: StopSignal) -> None:
         self.config, self.run_dir, self.world, self.stop = config, run_dir, world, stop
+        self.settings = LiveSettings(config)
         s = config.learner
         self.info = describe(config.model.path)
         replay = config.algorithm.routes == "r3"
@@ -80,6 +89,7 @@ class Learner:
         start = begin(found, self.client.welcome, world)
         self.epoch, self.update, self.batches, self.carry = start.epoch, start.update, start.batches, start.carry
         self.client.epoch, self.client.stopping = start.epoch, lambda: stop.asked
+        self.dumps = Dumps(run_dir, world, self.info, anew=start.epoch == 0)
         self.skips = Skips(s.max_skipped_updates, start.skips)
         self.unforced_in_a_row = start.unforced_in_a_row
         self.take_id = 0
@@ -88,8 +98,10 @@ class Learner:
         self.recorder: Recorder | None = None
         if world.is_writer:
             known, g = evaluated(run_dir) if start.epoch else set(), config.logging
-            sink = Sink(run_dir, g.tensorboard, first, start.epoch > 0, lock)
-            self.recorder = Recorder(sink, self.client, self.info, known, g.histograms_every)
+            sink = Sink(run_dir, g.tensorboard, first, start.epoch > 0, lock, absent(config))
+            alarming = Alarming(run_dir, self.client, config, first, start.epoch > 0)
+            self.recorder = Recorder(sink, self.client, self.info, known, alarming, Sentinel(config.sentinel))
+            self.recorder.resolved(first, to_yaml(config))
 
     def run(self) -> None:
         """Train to the last update, publish it, and wait for the final evaluation.
@@ -112,18 +124,64 @@ class Learner:
 
     def train(self) -> None:
         """Take after take, up to the last update."""
+        # What the settings of the newest take said is told again with the first take; but before it a version is due.
+        paused = self.world.is_writer and is_paused(self.client.welcome.tuned, self.settings.base)
+        self.publishing.paused = any(all_max([paused], self.world))
         self.publish_if_due()
+        self._wait_while_paused()
         # No rank may ask for a take before replay heard of the run epoch, which makes earlier takes void.
         all_max([0.0], self.world)
         while self.update < self.config.learner.updates:
+            self._wait_while_paused()
             started = time.monotonic()
             s = self.config.learner
             shard = take_together(
                 self.client, self.take_id, self.update, self.world, s.take_timeout_s, s.collective_timeout_s,
                 self.publishing.announce if self.publishing.unannounced else None, self._seal,
             )  # fmt: skip
+            self._tune(shard)
             self.train_on(shard, time.monotonic() - started)
             self.take_id += 1
+
+    def _tune(self, shard: Shard) -> None:
+        """Go on with the live settings of a take; versions are published by the newest ones."""
+        changed = self.settings.take(shard.tuned, shard.coming)
+        self.config, n = self.settings.config, self.settings.coming
+        self.publishing.follow(Due(n.staleness.sync_every, n.staleness.max_lag), n.weights.paused)
+        if changed is None:
+            return
+        self.updater.tune(self.config.learner, self.config.algorithm)
+        if self.recorder is not None:
+            self.recorder.tuned(self.update, as_text(shard.tuned.seq, changed))
+
+    def _wait_while_paused(self) -> None:
+        """Wait as long as weights.paused keeps back a version that the next take needs. A collective.
+
+        No limit but the user's: it ends when replay says so, or when the learner is told to stop (Stopped).
+        """
+        started, told = time.monotonic(), False
+        while self.publishing.held(self.update, self._next_batches(self.config.staleness.updates_per_take)):
+            paused = self.world.is_writer and is_paused(self.client.tuned(), self.settings.base)
+            still, stopping = all_max([paused, self.stop.asked], self.world)
+            if stopping:
+                raise Stopped
+            self._seal()
+            if still and self.world.is_writer and not told:
+                log.warning(
+                    "paused at update %d: the next take needs a version, and weights.paused keeps it back; "
+                    "asyncrl tune RUN weights.paused=false goes on", self.update,
+                )  # fmt: skip
+            told = True
+            if still:
+                time.sleep(PAUSE_S)
+                continue
+            log.info("no longer paused at update %d", self.update)
+            self.publishing.sync_s += time.monotonic() - started
+            self.publishing.paused = False
+            self.publish_if_due(self.config.staleness.updates_per_take)
+
+    def _next_batches(self, num_batches: int) -> int:
+        return max(1, min(num_batches, self.config.learner.updates - self.update))
 
     def leave(self) -> None:
         """Save what is new, as far as the time for it goes, and end. A collective; what was trained is committed."""
@@ -150,6 +208,10 @@ class Learner:
     def train_on(self, shard: Shard, waited: float) -> None:
         """Every batch of one take, one update each."""
         state: TakeState | None = None
+        # Before anything moves the weights that the first batch is scored with.
+        probes = score_probes(
+            self.policy, shard.probes, self.update, shard.bounds[0], self.config, self.info, self.world
+        )
         if len(shard.batches) > 1:
             everything = [r for m in range(len(shard.batches)) for r in self._rows(shard, m)]
             state = score_take(self.policy, everything, self.config, self.info, self.world)
@@ -157,6 +219,7 @@ class Learner:
             self.publishing.announce_soon()
             if self.update >= self.config.learner.updates:
                 return
+            self.dumps.begin(self.policy, self.update, self.epoch, self.carry, self.config)
             started, wall = time.monotonic(), time.time()
             outcome = run_update(
                 self.policy, self.updater, self._rows(shard, m), self.update, self.carry, state, self.config,
@@ -173,7 +236,9 @@ class Learner:
             last = m + 1 == len(shard.batches)
             if not stopping:
                 self.publish_if_due(self.config.staleness.updates_per_take if last else 1)
-            self._record(used_at, outcome, step_s, waited)
+            self.dumps.finish(shard.batches[m], shard.bounds[m], state, outcome)
+            self._record(used_at, outcome, step_s, waited, probes if m == 0 else None)
+            self._heed_alarms()
             if stopping:
                 raise Stopped
             self._save_if_due(outcome)
@@ -232,11 +297,11 @@ class Learner:
 
     def publish_if_due(self, num_batches: int = 1, final: bool = False) -> None:
         """Publish what is due before a take of num_batches, as far as the run still needs them. A collective."""
-        num_batches = max(1, min(num_batches, self.config.learner.updates - self.update))
+        num_batches = self._next_batches(num_batches)
         version = Version(self.epoch, self.update)
         self.publishing.publish_if_due(self.policy, version, self.batches, num_batches, final)
 
-    def _record(self, used_at: int, outcome: Outcome, step_s: float, wait_s: float) -> None:
+    def _record(self, used_at: int, outcome: Outcome, step_s: float, wait_s: float, probes: Table | None) -> None:
         if self.recorder is None:
             return
         others = {
@@ -246,9 +311,24 @@ class Learner:
             "staleness/published": float(self.publishing.published),
             "run/epoch": float(self.epoch),
             **self.checkpoints.scalars(),
+            **self.dumps.scalars(),
+            **self.settings.scalars(),
         }
         self.publishing.sync_s = 0.0
-        self.recorder.record(used_at, outcome, step_s, wait_s, others)
+        self.recorder.record(used_at, outcome, step_s, wait_s, others, self.config, probes)
+
+    def _heed_alarms(self) -> None:
+        """TrainingError on every rank when an alarm ends the run, which then has no newer checkpoint. A collective."""
+        ending = None
+        if self.recorder is not None:
+            ending = self.recorder.alarming.ending
+            self.checkpoints.suspect = self.recorder.alarming.suspect()
+        since = int(all_max([-1 if ending is None else ending.since], self.world)[0])
+        if since < 0:
+            return
+        self.checkpoints.go_back(since)
+        cause = "" if ending is None else ended_by(ending, str(self.checkpoints))
+        raise TrainingError(next(filter(None, map(bytes.decode, all_bytes(cause.encode(), self.world)))))
 
     def close(self) -> None:
         """Flush metrics and close sockets; published versions are removed."""
@@ -256,6 +336,9 @@ class Learner:
         if self.recorder is not None:
             self.recorder.close()
         self.publishing.close()
+        if self.recorder is not None:
+            # At an end of its own the last command may be about it; told to stop, the supervisor does not wait for it.
+            self.recorder.alarming.close(1.0 if self.stop.asked else self.config.alarms.command_timeout_s)
 
 
 def _engines(config: Config, world: World) -> Engines:

@@ -66,6 +66,8 @@ class Publishing:
         """
         self._publisher, self._world, self._due, self._timeout_s = publisher, world, due, timeout_s
         self._tell, self._dtype = tell, dtype
+        self.paused = False
+        """Publish nothing but what is final (weights.paused). The same on all ranks."""
         self._job: _Job | None = None
         self._began = 0.0
         self.pending: Version | None = None
@@ -81,6 +83,15 @@ class Publishing:
     def unannounced(self) -> bool:
         """True while a version is on its way that replay does not know of. Always False off rank 0."""
         return self._job is not None and not self._job.announced
+
+    def follow(self, due: Due, paused: bool) -> None:
+        """Publish by other settings from now on."""
+        self._due, self.paused = due, paused
+
+    def held(self, update: int, num_batches: int) -> bool:
+        """True when only the pause keeps back a version without which a take of num_batches could not be had."""
+        needed = self._due.needed(update, self.published, num_batches) and self._due.at(update, self.published)
+        return self.paused and self.pending is None and needed
 
     def publish_if_due(
         self, policy: Policy, version: Version, batches: int, num_batches: int, final: bool = False
@@ -103,6 +114,8 @@ class Publishing:
             return self._due.needed(u, self.published, num_batches)
 
         self._settle(needed() or final)
+        if self.paused and not final:
+            return
         if self.pending is not None or not (self._due.at(u, self.published) or (final and u != self.published)):
             return
         self._begin(policy, version, batches)

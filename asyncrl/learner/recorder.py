@@ -8,9 +8,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from asyncrl.config import Config
+from asyncrl.learner.alarming import Alarming
 from asyncrl.learner.client import ReplayClient
 from asyncrl.learner.fleet import FleetRates
+from asyncrl.learner.idle import learner_idle
 from asyncrl.learner.records import Scalars, histograms, update_scalars, work_scalars
+from asyncrl.learner.sentinel import Order, Sentinel
+from asyncrl.learner.table import Table
 from asyncrl.learner.update import Outcome
 from asyncrl.metrics.sink import Sink
 from asyncrl.types import ModelInfo
@@ -18,31 +23,68 @@ from asyncrl.types import ModelInfo
 log = logging.getLogger(__name__)
 
 
+def absent(config: Config) -> tuple[str, ...]:
+    """Beginnings of the metric names that no record of this run has, whatever is tuned."""
+    a = config.algorithm
+    missing = {"r3/": a.routes != "r3", "mismatch/tis_weight_mean": a.correction.kind != "tis"}
+    missing["eval/"] = config.eval.every == 0
+    # Of a single generator there is no fleet to compare it with.
+    missing["sentinel/"] = config.generator.count < 2 and config.replay.connect is None
+    missing["drift/"] = a.routes == "r3" and a.native_drift_every == 0
+    return tuple(name for name, yes in missing.items() if yes)
+
+
 class Recorder:
     """Joins an update's numbers with those of replay and hands them to the sink.
 
-    evaluated: labels of evaluations that are recorded already. histograms_every: updates between histograms, 0: never.
+    evaluated: labels of evaluations that are recorded already.
     """
 
     def __init__(
-        self, sink: Sink, client: ReplayClient, info: ModelInfo, evaluated: set[str], histograms_every: int
+        self,
+        sink: Sink,
+        client: ReplayClient,
+        info: ModelInfo,
+        evaluated: set[str],
+        alarming: Alarming,
+        sentinel: Sentinel | None = None,
     ) -> None:
-        self._sink, self._client, self._info = sink, client, info
-        self._evaluated, self._histograms_every = evaluated, histograms_every
+        self._sink, self._client, self._info, self.alarming = sink, client, info, alarming
+        self._sentinel = sentinel
+        self._evaluated = evaluated
         self._fleet = FleetRates()
-        self._time = time.monotonic()
+        self._fleet.begin(client.status())
+        self._time, self._recording_s = time.monotonic(), 0.0
 
     def stepped(self, start: float, end: float) -> None:
         """A step by wall-clock seconds, for its overlap with generation."""
         self._fleet.overlap.step(start, end)
 
-    def record(self, update: int, outcome: Outcome, step_s: float, wait_s: float, others: Mapping[str, float]) -> None:
-        """One update with what else its loop knows. Asks replay for its state, at most run.start_timeout_s."""
+    def record(
+        self,
+        update: int,
+        outcome: Outcome,
+        step_s: float,
+        wait_s: float,
+        others: Mapping[str, float],
+        config: Config,
+        probes: Table | None = None,
+    ) -> None:
+        """One update with what else its loop knows. Asks replay for its state, at most run.start_timeout_s.
+
+        config: the settings in force. probes: what generators in quarantine sampled, scored.
+        """
         now = time.monotonic()
         span, self._time = now - self._time, now
         state = self._client.status()
         scalars: Scalars = update_scalars(outcome, self._info) | self._fleet.scalars(state, span)
+        idle = learner_idle(
+            span, step_s, wait_s, self._fleet.since("take_waits", state["take_waits"]) or {},
+            publishing=others.get("throughput/sync_s", 0.0), checkpoint=others.get("run/checkpoint_s", 0.0),
+            records=self._recording_s,
+        )  # fmt: skip
         scalars |= {
+            **{f"throughput/learner_idle/{reason}": share for reason, share in idle.items()},
             "optim/stepped": float(outcome.step.outcome == "stepped"),
             "throughput/step_s": step_s,
             "throughput/wait_s": wait_s,
@@ -53,9 +95,40 @@ class Recorder:
             **work_scalars(outcome),
             **others,
         }
-        every = self._histograms_every
+        orders, judged = self.judge(update, outcome.table, probes, state, config)
+        scalars |= judged
+        found = self._sentinel.alarms() if self._sentinel is not None else []
+        news = self.alarming.check(update, scalars, config, found)
+        scalars |= self.alarming.scalars()
+        every = config.logging.histograms_every
         self._sink.write(update, scalars, histograms(outcome) if every and update % every == 0 else None)
+        self._client.report(update, scalars, news.messages())
+        for order in orders:
+            self._client.verdict(*order)
+        self.alarming.act(update, news, self.alarm_text)
         self._record_evaluations(state["evaluations"])
+        self._recording_s = time.monotonic() - now
+
+    def judge(
+        self, update: int, table: Table, probes: Table | None, state: Mapping[str, Any], config: Config
+    ) -> tuple[list[Order], dict[str, float]]:
+        """What the sentinel tells replay, and its metrics, under the settings in force."""
+        if self._sentinel is None or not self._sentinel.follow(config.sentinel):
+            return [], {}
+        orders = self._sentinel.observe(update, table, probes, state)
+        return orders, self._sentinel.scalars(state)
+
+    def resolved(self, update: int, config: str) -> None:
+        """The resolved config as YAML, for the dashboard's texts."""
+        self._sink.text(update, "run/config", f"```yaml\n{config.strip()}\n```")
+
+    def tuned(self, update: int, text: str) -> None:
+        """A live change of the settings that is in force from `update` on, in markdown."""
+        self._sink.text(update, "run/tuned", text)
+
+    def alarm_text(self, update: int, text: str) -> None:
+        """An alarm that went on or off with the record of `update`, in markdown."""
+        self._sink.text(update, "run/alarms", text)
 
     def _record_evaluations(self, evaluations: list[dict[str, Any]]) -> None:
         for e in evaluations:

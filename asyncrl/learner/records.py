@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.learner.mismatch_rows import mismatch_of
+from asyncrl.learner.splits import drift_by_depth, drift_by_lag, mismatch_by_lag
 from asyncrl.learner.table import Table
 from asyncrl.learner.update import Outcome
 from asyncrl.types import ModelInfo
@@ -30,6 +31,7 @@ def update_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     out |= drift_scalars(outcome, info)
     out |= filter_scalars(outcome)
     out |= mismatch_scalars(t, keep, np.asarray(outcome.would_drop, bool))
+    out |= expert_scalars(outcome, info)
     out |= staleness_scalars(t)
     out |= generator_scalars(t, native_of(outcome))
     # A mean over nothing (no row dropped, no token of that lag) is left out rather than logged as NaN.
@@ -50,6 +52,7 @@ def histograms(outcome: Outcome) -> dict[str, NDArray[np.float64]]:
         "staleness/lag": t["lag"][used],
         "drift/response": drift[~np.isnan(drift)],
         "mismatch/abs_log_ratio": t["abs_log_ratio"][used],
+        "mismatch/log_ratio": -t["k1"][used] / np.maximum(t["count"][used], 1),
         "policy/length": t["length"],
     }
 
@@ -103,8 +106,8 @@ def drift_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     values = drift[known]
     out["drift/undefined"] = float((~known).sum())
     if values.size:
-        p50, p90 = np.percentile(values, [50, 90])
-        out |= {"drift/mean": _mean(values), "drift/p50": float(p50), "drift/p90": float(p90)}
+        p10, p50, p90 = np.percentile(values, [10, 50, 90])
+        out |= {"drift/mean": _mean(values), "drift/p10": float(p10), "drift/p50": float(p50), "drift/p90": float(p90)}
         out |= {"drift/max": float(values.max()), "drift/nonzero_fraction": _mean(values > 0)}
     for layer in info.layers:
         column = t[f"layer_{layer}"]
@@ -118,6 +121,19 @@ def drift_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
             out[f"drift/bucket_{b}/threshold"] = float(drift[inside & would].min())
     for lag, rows in _by_lag(t):
         out[f"drift/lag_{lag}"] = _mean(drift[rows & known])
+    return out | drift_by_lag(t, drift) | drift_by_depth(t, info.layers)
+
+
+def expert_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
+    """Use of the experts by the learner's native routes: those that got no token, and the extremes of each layer."""
+    usage = outcome.usage
+    if not usage.any():
+        return {}
+    out = {"experts/unused_fraction": _mean(usage == 0)}
+    for layer, counts in zip(info.layers, usage, strict=True):
+        even = counts.sum() / len(counts)
+        out[f"experts/layer_{layer}/min_usage"] = _ratio(counts.min(), even)
+        out[f"experts/layer_{layer}/max_usage"] = _ratio(counts.max(), even)
     return out
 
 
@@ -170,7 +186,7 @@ def mismatch_scalars(t: Table, keep: Mask, would_drop: Mask) -> Scalars:
         part = mismatch_of(t, rows & keep)
         out[f"mismatch/lag_{lag}/kl_k1"] = part["kl_k1"]
         out[f"mismatch/lag_{lag}/kl_k3"] = part["kl_k3"]
-    return out
+    return out | mismatch_by_lag(t, keep)
 
 
 def staleness_scalars(t: Table) -> Scalars:
@@ -184,11 +200,12 @@ def staleness_scalars(t: Table) -> Scalars:
     }
     if used.any():
         out["staleness/lag_max"] = float(t["lag"][used].max())
-        out["staleness/lag_p90"] = float(np.percentile(t["lag"][used], 90))
+        p10, p90 = np.percentile(t["lag"][used], [10, 90])
+        out |= {"staleness/lag_p10": float(p10), "staleness/lag_p90": float(p90)}
         out["staleness/response_lag_mean"] = _mean(t["lag"][used])
     out |= {f"staleness/responses_at_lag_{lag}": float(rows.sum()) for lag, rows in _by_lag(t)}
     order = np.argsort(t["length"], kind="stable")
-    if len(order) >= 10 and t["masked"].any():
+    if len(order) >= 10:
         for d, rows in enumerate(np.array_split(order, 10)):
             total = (t["masked"] + t["tokens"])[rows].sum()
             out[f"staleness/masked_decile_{d}"] = _ratio(t["masked"][rows].sum(), total)

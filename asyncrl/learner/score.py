@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +49,8 @@ class Scored:
 class Scores:
     """Scoring pass of one rank. drift float64 [n] and layers [n, L] are NaN where undefined.
 
-    forced is (rows forced, rows) of the replayed forwards; fused says whether graphs are kept.
+    forced is (rows forced, rows) of the replayed forwards; fused says whether graphs are kept. usage float64 [L, E]:
+    how often each expert was chosen at the counted positions.
     """
 
     parts: list[Scored]
@@ -57,6 +58,7 @@ class Scores:
     layers: NDArray[np.float64]
     forced: tuple[float, float]
     fused: bool
+    usage: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, 0)))
 
 
 @functools.cache
@@ -120,6 +122,7 @@ def score(
     parts: list[Scored] = []
     drift = np.full(len(rows), np.nan)
     layers = np.full((len(rows), len(info.layers)), np.nan)
+    usage = np.zeros((len(info.layers), info.num_experts))
     forced = [0.0, 0.0]
     for cpu_batch in batches:
         batch = cpu_batch.to(world.device)
@@ -132,8 +135,8 @@ def score(
             # All that could have a route: also rows whose routes are unknown and that are native.
             forced[1] += float(sum(max(rows[i].size - 1, 0) for i in batch.index))
         if native is not None and batch.index:
-            fill_drift(drift, layers, rows, batch, native, info)
-    return Scores(parts, drift, layers, (forced[0], forced[1]), fused)
+            usage += fill_drift(drift, layers, rows, batch, native, info)
+    return Scores(parts, drift, layers, (forced[0], forced[1]), fused, usage)
 
 
 def native_drift(
@@ -158,14 +161,17 @@ def fill_drift(
     batch: MicroBatch,
     native_LBSK: Tensor,
     info: ModelInfo,
-) -> None:
-    """Write the drift of a micro-batch's rows into drift [n] and layers [n, L]."""
+) -> NDArray[np.float64]:
+    """Write the drift of a micro-batch's rows into drift [n] and layers [n, L]. Returns how often each expert was
+    chosen at its counted positions [L, E]."""
     native_counts = expert_counts(native_LBSK.permute(1, 2, 0, 3), batch.count_mask, info.num_experts).cpu()
+    usage = native_counts.sum(dim=0).numpy().astype(np.float64)
     known = [j for j, i in enumerate(batch.index) if rows[i].counts is not None]
     if not known:
-        return
+        return usage
     stacked = np.stack([c for j in known if (c := rows[batch.index[j]].counts) is not None])
     rollout_counts = torch.from_numpy(stacked)
     places = [batch.index[j] for j in known]
     drift[places] = route_drift(rollout_counts, native_counts[known]).numpy()
     layers[places] = layer_drift(rollout_counts, native_counts[known]).numpy()
+    return usage

@@ -109,6 +109,12 @@ class Updater:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult("non_finite", math.nan, math.nan, 0.0, self._set_lr(update), reason)
 
+    def tune(self, settings: LearnerSection, algorithm: AlgorithmSection) -> None:
+        """Go on with these settings; the optimizer keeps its moments."""
+        self._settings, self._algorithm = settings, algorithm
+        for group in self._optimizer.param_groups:
+            group["weight_decay"] = settings.weight_decay
+
     def state(self) -> dict[str, Tensor]:
         """The optimizer's moments by name, as they are (writing to them is loading), and its step counts [P], a copy.
 

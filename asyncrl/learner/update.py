@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.algos.advantages import group_advantages, zero_variance
@@ -32,7 +33,8 @@ class Outcome:
     """Everything one update produced. table holds all rows of all ranks.
 
     keep bool [n] and bucket int [n] as selected (keep is all True under observe and off);
-    would_drop bool [n]: what the gate chose, trained on or not; advantages [n].
+    would_drop bool [n]: what the gate chose, trained on or not; advantages [n]. usage float64 [L, E]: how often each
+    expert was chosen natively at the counted positions, over all ranks.
     """
 
     table: Table
@@ -45,6 +47,7 @@ class Outcome:
     forced_fraction: float
     fused: bool
     work: Work
+    usage: NDArray[np.float64]
 
 
 @dataclass(slots=True)
@@ -103,10 +106,12 @@ def run_update(
         step = updater.update(update, rows, scores, old, mine(advantages), mine(keep), totals, info)
     reshard(policy)
     work = work_of(scores, rows, config.learner.micro_batch_tokens)
-    forced, replayed, padded, oversized = all_sum([*scores.forced, work.padded, work.oversized], world)
+    sums = all_sum([*scores.forced, work.padded, work.oversized, *scores.usage.flat], world)
+    forced, replayed, padded, oversized = sums[:4]
     share = forced / replayed if replayed else float("nan")
     work = work._replace(padded=padded, oversized=oversized)
-    return Outcome(table, selection, would_drop, keep, advantages, totals, step, share, scores.fused, work)
+    usage = np.asarray(sums[4:]).reshape(scores.usage.shape)
+    return Outcome(table, selection, would_drop, keep, advantages, totals, step, share, scores.fused, work, usage)
 
 
 def _score(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.metrics.layout import Layout
+from asyncrl.metrics.layout import OPENED, Band, Chart, Layout
 
 _LAYOUT_TAG = "custom_scalars__config__"  # fixed by TensorBoard's custom scalars plugin
 
@@ -80,14 +80,21 @@ def _layout_summary(layout: Layout) -> Any:
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
     from tensorboard.plugins.custom_scalar import layout_pb2
 
-    categories = []
+    categories: list[Any] = []
     for page, charts in layout.items():
-        built = [
-            layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=list(patterns)))
-            for title, patterns in charts.items()
-        ]
-        categories.append(layout_pb2.Category(title=page, chart=built))
+        built = [_chart(title, chart) for title, chart in charts.items()]
+        closed = len(categories) >= OPENED
+        categories.append(layout_pb2.Category(title=page, chart=built, closed=closed))
     message = layout_pb2.Layout(category=categories)
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="custom_scalars"))
     tensor = TensorProto(dtype="DT_STRING", string_val=[message.SerializeToString()], tensor_shape=TensorShapeProto())
     return Summary(value=[Summary.Value(tag=_LAYOUT_TAG, tensor=tensor, metadata=metadata)])
+
+
+def _chart(title: str, chart: Chart) -> Any:
+    from tensorboard.plugins.custom_scalar import layout_pb2
+
+    if not isinstance(chart, Band):
+        return layout_pb2.Chart(title=title, multiline=layout_pb2.MultilineChartContent(tag=list(chart)))
+    series = layout_pb2.MarginChartContent.Series(value=chart.value, lower=chart.lower, upper=chart.upper)
+    return layout_pb2.Chart(title=title, margin=layout_pb2.MarginChartContent(series=[series]))

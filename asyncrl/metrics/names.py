@@ -1,7 +1,7 @@
 """Every metric a record can contain: its name, and what it is in one line.
 
-`<id>`, `<i>`, `<l>`, `<n>`, `<d>`, `<reason>` stand for a part that varies. docs/metrics.md is this
-table in print; the dashboard layout may name nothing else.
+`<id>`, `<i>`, `<l>`, `<n>`, `<d>`, `<lags>`, `<name>`, `<part>`, `<reason>` stand for a part that varies.
+docs/metrics.md is this table in print; the dashboard layout may name nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ import re
 VARIABLES: dict[str, str] = {
     "<id>": r"[^/]+",
     "<reason>": r"[a-z0-9_]+",
+    "<name>": r"[a-z0-9_]+",
     "<i>": r"\d+",
     "<l>": r"\d+",
     "<n>": r"\d+",
     "<d>": r"\d+",
+    "<lags>": r"\d+(-\d+)?",
+    "<part>": r"(first|middle|last)",
 }
 
 NAMES: dict[str, str] = {
@@ -62,8 +65,15 @@ NAMES: dict[str, str] = {
     "mismatch/filtered/f_2": "f_2 of the responses that RDC dropped (or would drop, under observe)",
     "mismatch/lag_<n>/kl_k1": "kl_k1 of the responses with lag n",
     "mismatch/lag_<n>/kl_k3": "kl_k3 of the responses with lag n",
+    "mismatch/lags_<lags>/kl_k1": "kl_k1 of the responses whose lag is in this range (0, 1, 2-3, 4-7, 8-15, ...)",
+    "mismatch/lags_<lags>/kl_k3": "kl_k3 of the responses whose lag is in this range",
+    "mismatch/lags_<lags>/f_1.2": "f_1.2 of the responses whose lag is in this range",
+    "mismatch/lags_<lags>/f_2": "f_2 of the responses whose lag is in this range",
+    "mismatch/lags_<lags>/f_5": "f_5 of the responses whose lag is in this range",
+    "mismatch/lags_<lags>/ess": "effective sample size of the responses whose lag is in this range",
     # router drift
     "drift/mean": "mean native drift of the responses that have one; under r3 drift/* only on updates that measured it",
+    "drift/p10": "10th percentile of the drift",
     "drift/p50": "median drift",
     "drift/p90": "90th percentile of the drift",
     "drift/max": "largest drift",
@@ -76,6 +86,12 @@ NAMES: dict[str, str] = {
     "drift/bucket_<i>/threshold": "lowest drift that was dropped (or would be, under observe) in length bucket i",
     "drift/layer_<l>": "mean drift of MoE layer l (its number in the model)",
     "drift/lag_<n>": "mean drift of the responses with lag n",
+    "drift/lags_<lags>": "mean drift of the responses whose lag is in this range (0, 1, 2-3, 4-7, 8-15, ...)",
+    "drift/depth_<part>": "mean drift over the first, middle or last third of the MoE layers",
+    # use of the experts, by the learner's native routes of the counted tokens
+    "experts/unused_fraction": "share of the experts of all layers that no token was routed to",
+    "experts/layer_<l>/min_usage": "tokens of the least used expert of MoE layer l, as a multiple of even use",
+    "experts/layer_<l>/max_usage": "tokens of the most used expert of MoE layer l, as a multiple of even use",
     # filter
     "filter/dropped": "responses that RDC really dropped in this update; 0 under observe",
     "filter/dropped_fraction": "share of responses with a drift that RDC dropped (or would drop, under observe)",
@@ -92,6 +108,7 @@ NAMES: dict[str, str] = {
     # staleness
     "staleness/lag_mean": "mean lag of the trained tokens, in updates",
     "staleness/lag_max": "largest lag of a trained token; never above staleness.max_lag",
+    "staleness/lag_p10": "10th percentile of the lag of the trained responses",
     "staleness/lag_p90": "90th percentile of the lag of the trained responses",
     "staleness/responses_at_lag_<n>": "trained responses whose lag is n: the histogram of lag as numbers",
     "staleness/response_lag_mean": "mean lag of the trained responses (lag of the oldest trained token)",
@@ -119,6 +136,8 @@ NAMES: dict[str, str] = {
     "replay/kept": "finished groups that their generators keep until there is room",
     "replay/dropped/<reason>": "what replay dropped, returned or refused so far: docs/operations.md has each reason",
     "replay/idle/<reason>": "lease requests so far that got less than asked for: docs/operations.md has each reason",
+    "replay/dropped_now/<reason>": "the same since the record before",
+    "replay/refused_per_s/<reason>": "lease requests per second since the record before that got less than asked for",
     # fleet
     "generator/<id>/drift": "mean native drift of this generator's responses; under r3 only where it was measured",
     "generator/<id>/abs_log_ratio": "mean |log pi/mu| of this generator's responses",
@@ -141,13 +160,30 @@ NAMES: dict[str, str] = {
     "generator/<id>/stale_prefix": "sglang: responses so far begun again: their cached prefix was of older weights",
     "generator/<id>/unsure_tokens": "sglang: tokens so far that are left out of the loss, since they were on their way "
     "while weights changed (docs/sglang.md)",
+    "generator/<id>/failures": "leases that this generator gave back with an error, errors of its own and its deaths, "
+    "as replay counted them since it was started",
+    "generator/version_lowest": "update of the oldest weights that a living generator holds",
+    "generator/version_mean": "mean update of the weights that living generators hold",
+    "generator/version_highest": "update of the newest weights that a living generator holds",
+    "generator/tokens_per_s_lowest": "tokens per second of the slowest living generator",
+    "generator/tokens_per_s_mean": "mean tokens per second of the living generators",
+    "generator/tokens_per_s_highest": "tokens per second of the fastest living generator",
     "generator/alive": "generators that send heartbeats",
+    "sentinel/<id>/drift_z": "how far this generator's mean drift is above the rest of the fleet at equal lag, in "
+    "robust standard deviations (docs/sentinel.md); of one in quarantine: of its last probe",
+    "sentinel/<id>/log_ratio_z": "the same of its mean |log pi/mu|",
+    "sentinel/<id>/joint_z": "both together: their sum by sqrt(2)",
+    "sentinel/<id>/quarantined": "1 while this generator gets no leases because it differs from the fleet, else 0",
     "generator/failed_loads": "loads that failed so far, all generators",
     # throughput
     "throughput/learner_tokens_per_s": "response tokens trained per second",
     "throughput/generator_tokens_per_s": "tokens sampled per second, all generators",
     "throughput/learner_busy_fraction": "share of the time the learner is not waiting for a take",
     "throughput/generator_busy_fraction": "mean busy share of the generators",
+    "throughput/learner_idle/<reason>": "share of the time since the record before that the learner lost to one "
+    "reason, pauses added up; with learner_busy_fraction they make 1 (docs/dashboard.md has each reason)",
+    "throughput/generator_idle/<reason>": "share of the generators' time without decoding, mean of the living ones: "
+    "loading is measured, the rest is split by the reasons of refused lease requests",
     "throughput/overlap_fraction": "share of the learner's step time during which generators decode",
     "throughput/sync_s": "seconds that the learner stood still for versions in this update; they are written meanwhile",
     "throughput/step_s": "seconds of this update, from take to commit",
@@ -179,6 +215,23 @@ NAMES: dict[str, str] = {
     "run/checkpoint_s": "seconds that the learner stood still for checkpoints since the record before",
     "run/checkpoint_write_s": "seconds in which the slowest rank wrote the newest one, beside the training",
     "run/checkpoint_failures": "checkpoints of this learner that came to nothing",
+    "run/dump_s": "seconds that the learner stood still for the dump of this update (logging.dump_every)",
+    "run/dump_bytes": "its size, the policy in it included; 0 when it failed",
+    "run/dump_failures": "dumps of this learner that came to nothing so far",
+    # alarms
+    "alarm/<name>": "1 while this alarm is on, else 0 (docs/alarms.md)",
+    "run/alarm_action_failures": "commands and pauses of alarms that failed under this learner; its log says why",
+    # live settings (docs/tuning_live.md)
+    "tune/changes": "number of the newest change by `asyncrl tune` that is in force for this update",
+    "settings/max_lag": "staleness.max_lag in force",
+    "settings/sync_every": "staleness.sync_every in force",
+    "settings/patience": "staleness.patience in force",
+    "settings/rdc_q": "algorithm.rdc.q in force",
+    "settings/tis_cap": "algorithm.correction.cap in force",
+    "settings/eps_low": "algorithm.eps_low in force",
+    "settings/eps_high": "algorithm.eps_high in force",
+    "settings/lr": "learner.lr in force: the peak; optim/lr is what the schedule made of it",
+    "settings/groups_in_flight": "generator.groups_in_flight in force",
     # about the metrics themselves
     "metrics/nan": "values of this record that are not finite",
 }

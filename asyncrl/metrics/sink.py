@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from asyncrl.errors import RunError
 from asyncrl.metrics.events import EventWriter
 from asyncrl.metrics.layout import dashboard
+from asyncrl.metrics.texts import Texts
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +40,8 @@ class Sink:
 
     first_update: records of this update and later that an earlier writer left are set aside (a
     repeated run), so that a reader sees each update once; with resumed they stay, for the run goes on there:
-    `timeline` leaves out what was undone. lock: of `hold`, when the caller has it already. Raises RunError when
-    another process writes the same folder.
+    `timeline` leaves out what was undone. lock: of `hold`, when the caller has it already. absent: of
+    `metrics.layout.dashboard`. Raises RunError when another process writes the same folder.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class Sink:
         first_update: int = 0,
         resumed: bool = False,
         lock: IO[str] | None = None,
+        absent: Collection[str] = (),
     ) -> None:
         self._dir = Path(run_dir)
         self._lock = lock if lock is not None else hold(self._dir)
         self._failed: set[str] = set()
         self._events: EventWriter | None = None
+        self._texts: Texts | None = None
         try:
             if resumed:
                 _cut_torn_line(self._dir / FILE)
@@ -65,7 +68,7 @@ class Sink:
             self._lock.close()
             raise
         if tensorboard:
-            self._start_events(first_update)
+            self._start_events(first_update, absent)
         if resumed and self._events is not None:
             self._repeat_evaluation(first_update)
 
@@ -95,6 +98,16 @@ class Sink:
             except Exception as exc:
                 self._report("TensorBoard", exc)
 
+    def text(self, update: int, tag: str, text: str) -> None:
+        """Show a text (markdown) on the dashboard's TEXT tab. One that is there already after a resume is left out."""
+        if self._events is None or self._texts is None:
+            return
+        try:
+            if self._texts.is_new(update, tag, text):
+                self._events.write(update, {}, texts={tag: text})
+        except Exception as exc:
+            self._report("TensorBoard", exc)
+
     def close(self) -> None:
         """Close the files and release the folder."""
         for close in (self._lines.close, *([self._events.close] if self._events else ())):
@@ -110,9 +123,10 @@ class Sink:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _start_events(self, first_update: int) -> None:
+    def _start_events(self, first_update: int, absent: Collection[str]) -> None:
         try:
-            self._events = EventWriter(self._dir / EVENTS, dashboard(), first_update)
+            self._events = EventWriter(self._dir / EVENTS, dashboard(absent), first_update)
+            self._texts = Texts(self._dir / EVENTS, first_update)
         except Exception as exc:  # tensorboard is a convenience, the JSON lines hold the same
             self._report("TensorBoard", exc)
 

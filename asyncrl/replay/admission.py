@@ -29,14 +29,15 @@ def refusal(held: Version, limits: Limits, clock: Clock, ledger: Ledger) -> str:
     return "" if _has_room(limits, ledger) else "capacity"
 
 
-def num_batches(update: int, limits: Limits, clock: Clock) -> int:
+def num_batches(update: int, limits: Limits, clock: Clock, follows: bool = True) -> int:
     """Batches of a take at `update`: M, unless the last of them could use no version that exists by then.
 
     By then means published, or due at `update`. Such a short take comes when M does not divide N, or
-    when a skipped batch shifted the clock against the publications; waiting for M would never end.
+    when a skipped batch shifted the clock against the publications; waiting for M would never end. follows: whether
+    the learner publishes by these limits; one that does not know them yet may not publish what is due.
     """
     assert clock.newest is not None
-    due = update // limits.sync_every * limits.sync_every
+    due = update // limits.sync_every * limits.sync_every if follows else 0
     reach = max(clock.newest.update, due) + limits.max_lag - update + 1
     left = limits.total_updates - update if limits.total_updates else limits.updates_per_take
     return max(1, min(limits.updates_per_take, reach, left))

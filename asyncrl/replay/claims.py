@@ -12,7 +12,7 @@ from asyncrl.replay.limits import Limits
 from asyncrl.replay.recovery import Recovery
 from asyncrl.replay.tally import Tally
 from asyncrl.types import Version
-from asyncrl.wire import Ack, Cancel, Message, Send
+from asyncrl.wire import Ack, Cancel, LeaseMsg, Message, Send, prompt_to_msg
 
 
 class Claim(NamedTuple):
@@ -29,6 +29,12 @@ class Claim(NamedTuple):
         return out + ([Send(self.wanted)] if self.wanted and again else [])
 
 
+def lease_message(lease: Lease, now: float) -> LeaseMsg:
+    """A lease on the wire."""
+    prompt = prompt_to_msg(lease.prompt)
+    return LeaseMsg(lease.lease_id, lease.group_id, lease.attempt, prompt, lease.expires - now)
+
+
 @dataclass(slots=True)
 class Claims:
     """Hellos of generators, by the rules of the intake."""
@@ -38,6 +44,8 @@ class Claims:
     tally: Tally
     recovery: Recovery
     intake: Intake
+    barred: set[str]
+    """Generators in quarantine: only what they have of a take is of use."""
 
     def claim(
         self, generator_id: str, held: Version, sampling: Sequence[str], kept: Sequence[str], now: float, heard: int
@@ -76,7 +84,8 @@ class Claims:
     def _samples(self, lease_id: str, generator_id: str, held: Version, now: float) -> bool:
         """True while the result may be of use."""
         entry, attempt = self._find(lease_id)
-        if entry is None or (entry.digest is not None and (entry.payload or entry.state is State.KEPT)):
+        taken = entry is not None and entry.digest is not None and (entry.payload or entry.state is State.KEPT)
+        if entry is None or taken or generator_id in self.barred:
             return False
         if entry.state is State.PENDING:
             self._lease_out(entry, attempt, generator_id, held, now)
@@ -89,6 +98,8 @@ class Claims:
             ours = entry.sender == generator_id and entry.digest.attempt == attempt
             entry.orphan = entry.orphan and not ours
             return ours
+        if generator_id in self.barred:
+            return False
         if entry.state is State.PENDING:
             self._lease_out(entry, attempt, generator_id, held, now)
         return True

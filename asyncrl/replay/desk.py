@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from asyncrl import wire
@@ -9,6 +10,8 @@ from asyncrl.replay.queue import ReplayQueue
 
 NOTE_S = 5.0
 """A parked rank is told this often what is missing; its take stays parked."""
+PROBE_BATCH = -1
+"""The batch of groups that are scored and never trained (wire.TakeReply)."""
 PATIENCE_S = 10.0
 """After a restart: how long a rank whose groups are lost waits for the others to ask for the same take."""
 
@@ -29,6 +32,9 @@ class Desk:
         self._queue = queue
         self._parked: dict[bytes, Parked] = {}
         self._given: tuple[int, set[int]] = (-1, set())
+        self._looked_at: float | None = None
+        self.waited: defaultdict[str, float] = defaultdict(float)
+        """Seconds that rank 0 waited for takes, by what was missing (`ReplayQueue.lacks`)."""
 
     @property
     def waits(self) -> bool:
@@ -45,6 +51,7 @@ class Desk:
         """Another learner: the takes that ranks of the one before had or wait for are void."""
         self._parked.clear()
         self._given = (-1, set())
+        self._queue.quarantine.forget_takes()
 
     def forget_all_but(self, identities: set[bytes]) -> None:
         """Drop ranks that are gone."""
@@ -53,7 +60,11 @@ class Desk:
     def answers(self, now: float, note: str) -> list[tuple[bytes, list[wire.Buffer]]]:
         """Replies that are due: whole shards, refusals, and now and then what is missing."""
         out: list[tuple[bytes, list[wire.Buffer]]] = []
+        before, self._looked_at = self._looked_at, now
         for identity, parked in list(self._parked.items()):
+            if parked.request.rank == 0:
+                # What was missing when it was looked for last is what the time since then was lost to.
+                self.waited[self._queue.lacks] += now - max(parked.since, before if before is not None else now)
             try:
                 frames = self._answer(parked.request, parked.since, now)
             except ValueError as exc:
@@ -73,7 +84,7 @@ class Desk:
             raise ValueError(f"rank {request.rank} of a world of {request.world}")
         if request.update > self._queue.clock.update:
             # Nothing may be made or evicted for it before rank 0 has committed.
-            self._queue.waiting = f"the commit of update {self._queue.clock.update}"
+            self._queue.waiting, self._queue.lacks = f"the commit of update {self._queue.clock.update}", "commit"
             return None
         take = self._queue.take(request.take_id, request.update, now)
         if take is None or not self._whole(request, now - since):
@@ -81,16 +92,20 @@ class Desk:
         if self._given[0] != request.take_id:
             self._given = (request.take_id, set())
         self._given[1].add(request.rank)
-        shard = self._queue.shard(request.take_id, request.rank, request.world)
+        shard = [(m, e.payload) for m, e in self._queue.shard(request.take_id, request.rank, request.world)]
+        if request.rank == 0:
+            shard += [(PROBE_BATCH, payload) for payload in self._queue.quarantine.ride(request.take_id)]
         reply = wire.TakeReply(
             request.take_id,
             True,
             "",
             [m for m, _ in shard],
             list(take.bounds),
-            [len(entry.payload) - 1 for _, entry in shard],
+            [len(payload) - 1 for _, payload in shard],
+            take.tuned,
+            take.coming,
         )
-        return wire.encode(reply, *(buffer for _, entry in shard for buffer in entry.payload[1:]))
+        return wire.encode(reply, *(buffer for _, payload in shard for buffer in payload[1:]))
 
     def _whole(self, request: wire.Take, waited: float) -> bool:
         """True when every payload of this rank's shard is here.
@@ -103,7 +118,7 @@ class Desk:
         missing = [e for _, e in queue.shard(take_id, request.rank, request.world) if not e.payload]
         if not missing:
             return True
-        queue.waiting = f"{len(missing)} groups of take {take_id} to be sent again"
+        queue.waiting, queue.lacks = f"{len(missing)} groups of take {take_id} to be sent again", "sent_again"
         if any(queue.recovery.expects(e.group_id) for e in missing):
             return False
         asking = {p.request.rank for p in self._parked.values() if p.request.take_id == take_id}

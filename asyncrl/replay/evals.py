@@ -57,6 +57,17 @@ class Evaluations:
         self._due = 0
         self._deadline = math.inf
 
+    def tune(self, every: int) -> None:
+        """Another number of updates between evaluations; 0 opens no more of them."""
+        every = every if len(self._prompts) else 0
+        if every != self._every:
+            self._every = every
+            self._due_again()
+
+    def _due_again(self) -> None:
+        if self._every:
+            self._due = (max((v.update for v in self._asked), default=-1) // self._every + 1) * self._every
+
     @property
     def num_open(self) -> int:
         """Evaluations that are not finished."""
@@ -89,8 +100,7 @@ class Evaluations:
             self._cancel(evaluation)
         self.finished[:] = [e for e in self.finished if not lost(Version(e["epoch"], e["version"]))]
         self._asked = {v for v in self._asked if not lost(v)}
-        if self._every:
-            self._due = (max((v.update for v in self._asked), default=-1) // self._every + 1) * self._every
+        self._due_again()
 
     def finish(self, version: Version | None, now: float) -> None:
         """The run made its last update: evaluate `version` unless that was asked for, all within timeout_s."""
@@ -138,6 +148,13 @@ class Evaluations:
         """Lease again what a generator was sampling."""
         for evaluation in self._open:
             evaluation.release(self._max_attempts, generator_id=generator_id)
+
+    def bar(self, generator_id: str) -> None:
+        """The same for one that is not to be trusted, which is to stop."""
+        for evaluation in self._open:
+            mine = [out for out in evaluation.outstanding if out.generator_id == generator_id]
+            self._cancelled += [(out.generator_id, out.lease_id) for out in mine]
+        self.generator_lost(generator_id)
 
     def tick(self, newest: Version | None, held: Collection[Version], now: float) -> None:
         """Expire leases, move evaluations whose version nobody can have any more, close late ones.

@@ -49,6 +49,22 @@ class Exits:
                 self.cancel(entry)
                 self.give_back(entry)
 
+    def bar(self, generator_id: str) -> None:
+        """Nothing of a generator is used but what is in a take: its leases end, its finished groups are evicted."""
+        for entry in self.ledger.of_state(State.LEASED):
+            if entry.lease is not None and entry.lease.generator_id == generator_id:
+                self.tally.count("quarantined")
+                # Also a result that is on its way must not come in.
+                entry.min_attempt, entry.excused = entry.lease.attempt + 1, entry.excused + 1
+                self.cancel(entry)
+                self.give_back(entry)
+        for entry in [*self.ledger.of_state(State.QUEUED), *self.ledger.of_state(State.KEPT)]:
+            if entry.sender == generator_id:
+                self.evict(entry, "quarantined")
+        for entry in self.ledger.entries.values():
+            # It may sample those still, and send them when it is in again.
+            entry.min_attempt = max(entry.min_attempt, entry.late.pop(generator_id, 0) + 1)
+
     def evict(self, entry: Entry, reason: str) -> None:
         """A finished group goes untrained; its prompt is leased again or, if it is stale, goes as on_evict says."""
         d = entry.digest
@@ -59,11 +75,12 @@ class Exits:
     def age_out(self, entry: Entry, d: GroupDigest, reason: str) -> None:
         """The same for a result that never entered the queue."""
         self.tally.count(reason)
-        self.tally.leave_out(d, self.clock.update)
+        if reason != "quarantined":
+            self.tally.leave_out(d, self.clock.update)  # those are what age costs
         # A late copy of this result must not come back in.
         entry.min_attempt = d.attempt + 1
-        # That a learner went back says nothing about the prompt, and must not cost the epoch one.
-        lost = reason == "lost_version"
+        # That a learner went back, or a generator was faulty, says nothing about the prompt: it costs the epoch none.
+        lost = reason in ("lost_version", "quarantined")
         entry.excused += lost
         if self.limits.on_evict == "drop" and not lost:
             self._give_up(entry, reason)
@@ -79,6 +96,13 @@ class Exits:
             self.drop(entry, "max_attempts")
         else:
             self.ledger.move(entry, State.PENDING)
+
+    def outlast(self, entry: Entry, reason: str) -> None:
+        """A lease ends, though its generator may sample it still: a late result is welcome once."""
+        self.tally.count(reason)
+        if entry.lease is not None:
+            entry.late[entry.lease.generator_id] = entry.lease.attempt
+        self.give_back(entry)
 
     def lose(self, entry: Entry) -> None:
         """Nobody has the payload of this group any more: lease the prompt again."""

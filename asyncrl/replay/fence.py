@@ -12,14 +12,15 @@ from asyncrl.replay.peers import replaced
 from asyncrl.replay.queue import ReplayQueue
 
 WRITER = "learner-0"
-"""Peer id of rank 0, which alone commits, publishes and ends the run."""
+"""Peer id of rank 0, which alone commits, publishes, reports and ends the run."""
 MAX_SKIPPED_EPOCHS = 1024
 """A new run epoch is one more than the newest that its learner knows of; replay may know less, after its loss."""
 
 
 def check(name: str, message: wire.Message, queue: ReplayQueue) -> None:
     """ValueError for a message of the learner rank `name` that is of another run epoch or contradicts the clock."""
-    if isinstance(message, wire.Commit | wire.Published | wire.Done) and name != WRITER:
+    writes = wire.Commit | wire.Published | wire.Report | wire.Verdict | wire.Done
+    if isinstance(message, writes) and name != WRITER:
         raise ValueError(f"{name} may not send {type(message).__name__}: rank 0 does, as {WRITER}")
     match message:
         case wire.Take(epoch=epoch):
@@ -28,6 +29,8 @@ def check(name: str, message: wire.Message, queue: ReplayQueue) -> None:
         case wire.Commit(epoch=epoch):
             _same_epoch(epoch, queue)
             _commit(message, queue)
+        case wire.Report(epoch=epoch) | wire.Verdict(epoch=epoch):
+            _same_epoch(epoch, queue)
         case wire.Done(update=update, epoch=epoch):
             _same_epoch(epoch, queue)
             clock, total = queue.clock.update, queue.limits.total_updates

@@ -49,6 +49,8 @@ class Intake:
     room: Room
     patience: Patience
     model: ModelInfo | None
+    barred: set[str]
+    """Generators in quarantine: nothing new of theirs comes in."""
 
     def last_attempt(self, entry: Entry) -> int:
         """The highest attempt that can exist; an earlier process may have leased oftener than it could save."""
@@ -73,7 +75,10 @@ class Intake:
             return self._admit(entry, payload) if same else self._known("resolved")
         if group.attempt < entry.min_attempt:
             return self._known("resolved")
-        found = self._problem(entry, group)
+        if sender in self.barred:
+            self.tally.count("quarantined")
+            return Put("resolved", "quarantined")
+        found = self._problem(entry, group, sender)
         if found is not None:
             return self._refuse(entry, group, sender, *found)
         d, size = digest(group), num_bytes(payload)
@@ -112,12 +117,25 @@ class Intake:
         entry.asked_at = entry.told_at = None
         return Put("no_room")
 
-    def _problem(self, entry: Entry, group: GroupHead) -> tuple[str, str] | None:
+    def refused(self, group: GroupHead, sender: str) -> bool:
+        """Whether an answer to a probe, whose prompt is the leased one, is not what the learner relies on."""
+        found = self._misfit(group)
+        if found is not None:
+            self._refuse(None, group, sender, *found)
+        return found is not None
+
+    def _problem(self, entry: Entry, group: GroupHead, sender: str) -> tuple[str, str] | None:
+        # The learner judges generators by that name (its drift sentinel).
+        if group.generator_id != sender:
+            return "wrong_sender", f"it says that {group.generator_id!r:.100} made it"
         if not 1 <= group.attempt <= self.last_attempt(entry):
             return "unknown_attempt", f"attempt {group.attempt} of {entry.attempt}"
         prompt = self.ledger.prompts[entry.index]
         if group.prompt.prompt_id != prompt.prompt_id or group.prompt.token_ids != prompt.token_ids.tolist():
             return "wrong_prompt", f"prompt {group.prompt.prompt_id!r} is not the leased one"
+        return self._misfit(group)
+
+    def _misfit(self, group: GroupHead) -> tuple[str, str] | None:
         for v in {segment[:2] for t in group.trajectories for segment in t.segments}:
             if self.clock.unknown(Version(*v)):
                 return "future_version", f"sampled under {Version(*v)}, the newest is {self.clock.newest}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.errors import RunError
-from asyncrl.replay.queue import Committed
+from asyncrl.replay.saved import Committed
 from asyncrl.types import Version
 
 FILE = "committed.jsonl"
@@ -49,7 +49,7 @@ class Journal:
 
     def __init__(self, run_dir: Path) -> None:
         self._file = run_dir / FILE
-        _cut_torn_line(self._file)
+        cut_torn_line(self._file)
         # Unbuffered: what could not be written must not wait in a buffer to be tried again.
         self._lines = self._file.open("ab", buffering=0)
         self._num_bytes = self._lines.tell()
@@ -120,7 +120,7 @@ def _undone(lines: Iterable[Mapping[str, Any]], batches: int) -> list[Committed]
     return [Committed(**c) for c in surviving(lines) if c.get("batch", 0) >= batches]
 
 
-def _cut_torn_line(file: Path) -> None:
+def cut_torn_line(file: Path) -> None:
     """A process that is killed while it writes may leave half a line, of which nobody was told."""
     size = file.stat().st_size if file.exists() else 0
     start = max(0, size - _LINE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.arrays import Buffer
@@ -52,7 +52,7 @@ class Entry:
     restored: an earlier process opened it, and may have leased it oftener than it could save. num_bytes is what
     its payload takes here now, size what it takes when it is here. asked_at, told_at: when a kept payload was asked for
     first and last. orphan: its generator died, so the payload here is the only copy. excused: attempts that do not
-    count against max_attempts.
+    count against max_attempts. late: the last attempt of each generator that lost its lease and may yet answer.
     """
 
     @property
@@ -80,6 +80,7 @@ class Entry:
     told_at: float | None = None
     orphan: bool = False
     excused: int = 0
+    late: dict[str, int] = field(default_factory=dict)
 
 
 class Taken(NamedTuple):

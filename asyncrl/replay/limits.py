@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,13 +10,16 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.types import ModelInfo, Prompt
 
+LIVE = ("max_lag", "sync_every", "stale", "on_evict", "zero_variance", "patience")
+"""Limits that a running queue takes new values of."""
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Limits:
-    """What the queue allows. G groups per update, M updates per take, N updates per publication.
+    """What the queue allows; all its parts share one, which takes new values while they run.
 
-    total_updates: updates of the whole run, 0 for no end. group_bytes: payload reserved for a leased
-    group until a larger one was seen.
+    G groups per update, M updates per take, N updates per publication. total_updates: updates of the whole run, 0
+    for no end. group_bytes: payload reserved for a leased group until a larger one was seen.
     """
 
     groups_per_update: int
@@ -35,6 +38,11 @@ class Limits:
     seed: int = 0
     patience: float = 3.0
     on_timeout: Literal["reissue", "partial"] = "reissue"
+
+    def follow(self, new: Limits) -> None:
+        """Take over the values of `new` that may change while the queue runs (LIVE)."""
+        for name in LIVE:
+            setattr(self, name, getattr(new, name))
 
     @property
     def take_groups(self) -> int:
@@ -117,3 +125,20 @@ def check_capacity(config: Config, one_group: int) -> None:
             f"({groups} groups of up to {one_group} bytes); set replay.capacity_bytes >= {groups * one_group}, or "
             "lower sampling.max_new_tokens or algorithm.groups_per_update"
         )
+
+
+def fits(model: ModelInfo, prompts: Sequence[Prompt], max_bytes: int) -> Callable[[Config], None]:
+    """What refuses a live change under which groups would outgrow this replay's capacity or its socket's limit."""
+
+    def check(config: Config) -> None:
+        one_group = group_bytes(config, model, prompts)
+        check_capacity(config, one_group)
+        # The socket has room for prompts that are longer than expected, and keeps half of it for them.
+        if one_group > max_bytes // 2:
+            raise ConfigError(
+                f"staleness.max_lag={config.staleness.max_lag} with sync_every={config.staleness.sync_every}: a group "
+                f"may have {one_group} bytes then, and replay was started for messages of {max_bytes} bytes; stop the "
+                "run and go on with `asyncrl run RUN/config.yaml --resume staleness.max_lag=...`"
+            )
+
+    return check

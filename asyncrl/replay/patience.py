@@ -31,6 +31,10 @@ class Patience:
         """Take ids begin anew."""
         self._take_id = -1
 
+    def forget(self) -> None:
+        """The limits are others now: count anew what a take would wait for."""
+        self._due_at = (-1, 0, 0)
+
     def note(self, seconds: float) -> None:
         """A group took so long to sample and score; what is no time is left out."""
         if math.isfinite(seconds) and seconds >= 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ BUSY_INTERVALS = 512
 
 MAX_GENERATORS = 2048
 """Beyond these, the generators that are dead for longest are forgotten; while all of them live, no other may join."""
+MAX_ID = 150
+"""Characters of a peer's name: names of metrics are made of it, which have 256."""
 MAX_LEARNERS = 4096
 """Ranks that are known at a time; one that is forgotten says Hello again."""
 MAX_DISPLACED = 1024
@@ -40,8 +42,8 @@ def objection(hello: Hello, model: ModelInfo | None, settings: Mapping[str, str]
         return f"{hello.peer_id}: unknown role {hello.role!r}, expected generator or learner"
     if not (hello.peer_id.isprintable() and hello.boot_id.isprintable()):
         return f"{hello.role} {hello.peer_id!r}: names are printable"
-    if not hello.peer_id:
-        return f"a {hello.role} needs a peer id"
+    if not 0 < len(hello.peer_id) <= MAX_ID:
+        return f"{hello.role} {hello.peer_id[:20]!r}: a peer id has 1 to {MAX_ID} characters, not {len(hello.peer_id)}"
     theirs = model_of(hello)
     for name, words in _FIELDS.items():
         a, b = getattr(theirs, name), getattr(model, name, None)
@@ -114,13 +116,16 @@ class Generator:
     held: Version | None = None
     told_at: float = 0.0
     num_leases: int = 0
+    failures: int = 0
+    """Leases given back with an error, errors of its own and deaths that were seen, over all processes of this name."""
     gauges: dict[str, float] = field(default_factory=dict)
     busy: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=BUSY_INTERVALS))
 
     def state(self) -> dict[str, Any]:
         """JSON-like form for StatusReply."""
         held = list(self.held) if self.held is not None else None
-        return {"held": held, "alive": self.alive, "gauges": self.gauges, "busy": [list(i) for i in self.busy]}
+        gauges = {"gauges": self.gauges, "busy": [list(i) for i in self.busy]}
+        return {"held": held, "alive": self.alive, "boot": self.boot_id, "failures": self.failures, **gauges}
 
 
 class Peers:
@@ -129,6 +134,8 @@ class Peers:
     def __init__(self) -> None:
         self.known: dict[bytes, Peer] = {}
         self.generators: dict[str, Generator] = {}
+        self.learner_seen: float | None = None
+        """When any rank of the learner was heard last."""
         self.num_rises = 0
         """Heartbeats that told of tokens sampled since the one before, or of weights being loaded."""
         self._displaced: deque[tuple[str, str]] = deque(maxlen=MAX_DISPLACED)
@@ -165,11 +172,13 @@ class Peers:
             ranks = [i for i, p in self.known.items() if p.role != "generator"]
             for i in ranks[:-MAX_LEARNERS]:
                 del self.known[i]
+            self.learner_seen = now
             return False
         old = self.generators.get(hello.peer_id)
         restarted = old is not None and old.boot_id != hello.boot_id
         if old is None or restarted:
-            self.generators[hello.peer_id] = old = Generator(identity, hello.boot_id, now)
+            failures = old.failures + old.alive if old is not None else 0
+            self.generators[hello.peer_id] = old = Generator(identity, hello.boot_id, now, failures=failures)
             self._forget_dead()
         old.identity, old.last_seen, old.alive = identity, now, True
         old.held = Version(*hello.held) if hello.held is not None else old.held
@@ -200,6 +209,8 @@ class Peers:
         if peer is not None and peer.role == "generator":
             generator = self.generators[peer.name]
             generator.last_seen, generator.alive = now, True
+        elif peer is not None:
+            self.learner_seen = now
         return peer
 
     def silent(self, now: float, timeout_s: float) -> list[str]:
@@ -207,11 +218,12 @@ class Peers:
         dead = [n for n, g in self.generators.items() if g.alive and now - g.last_seen > timeout_s]
         for name in dead:
             self.generators[name].alive = False
+            self.generators[name].failures += 1
         return dead
 
-    def held(self) -> set[Version]:
-        """Versions that living generators hold."""
-        return {g.held for g in self.generators.values() if g.alive and g.held is not None}
+    def held(self, but: Collection[str] = ()) -> set[Version]:
+        """Versions that living generators hold, but for some."""
+        return {g.held for n, g in self.generators.items() if g.alive and g.held is not None and n not in but}
 
     @property
     def num_alive(self) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.journal import Journal, Rollback
-from asyncrl.replay.queue import Committed, ReplayQueue
+from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.saved import Committed
 from asyncrl.types import Version
 
 log = logging.getLogger(__name__)

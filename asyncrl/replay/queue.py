@@ -8,55 +8,29 @@ what a take gives out for update u holds no group of which every token is older 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from asyncrl.arrays import Buffer
 from asyncrl.replay.admission import num_batches, refusal
 from asyncrl.replay.claims import Claim, Claims
-from asyncrl.replay.clock import Clock, ClockState
+from asyncrl.replay.clock import Clock
 from asyncrl.replay.exits import Exits
 from asyncrl.replay.intake import Intake, Put
-from asyncrl.replay.ledger import Entry, Lease, Ledger, LedgerState, State, lease_id_of
-from asyncrl.replay.limits import Limits
+from asyncrl.replay.knobs import Knobs
+from asyncrl.replay.ledger import Entry, Lease, Ledger, State, lease_id_of
+from asyncrl.replay.limits import Limits, limits_of
 from asyncrl.replay.patience import Patience
+from asyncrl.replay.probes import Probes, is_probe, no_probes
+from asyncrl.replay.quarantine import Quarantine, Rules, rules_of
 from asyncrl.replay.recovery import Recovery
 from asyncrl.replay.room import Room
+from asyncrl.replay.saved import Committed, Grant, QueueState
 from asyncrl.replay.takes import Candidate, Take, Takes, cut, select
-from asyncrl.replay.tally import Tally, TallyState
+from asyncrl.replay.tally import Tally
 from asyncrl.types import ModelInfo, Prompt, Version
 from asyncrl.wire import GroupHead
 
 SWEEP_S = 1.0
 """A take that waits looks this often for groups too old for it, besides when a version or the clock moved."""
-
-
-class Grant(NamedTuple):
-    """Answer to a lease request; idle says why there are fewer leases than asked for."""
-
-    leases: list[Lease]
-    idle: str
-
-
-class Committed(NamedTuple):
-    """One group that a learner's batch used up, for the run's record. epoch is the run epoch."""
-
-    update: int
-    epoch: int
-    group_id: str
-    generator_id: str
-    outcome: str
-    batch: int = -1
-
-
-class QueueState(NamedTuple):
-    """A queue on disk: what its generators and the learner cannot tell it again."""
-
-    clock: ClockState
-    ledger: LedgerState
-    tally: TallyState
-    takes: list[Take]
-    retired_take: int
-    closed: bool
 
 
 class ReplayQueue:
@@ -65,15 +39,21 @@ class ReplayQueue:
     While `unsaved` is true, nobody may hear of what was done last: `save` goes to the disk first.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], limits: Limits, model: ModelInfo | None = None) -> None:
-        self.limits, self.model = limits, model
+    def __init__(
+        self, prompts: Sequence[Prompt], limits: Limits, model: ModelInfo | None = None, knobs: Knobs | None = None
+    ) -> None:
+        self.limits, self.model, self.knobs = limits, model, knobs or Knobs()
+        self.untuned: dict[str, tuple[str, str]] = {}
+        """Tuned and configured value of settings that were tuned before the config was changed, see `load`."""
         self.clock = Clock()
         self.tally = Tally()
         self.ledger = Ledger(prompts, limits.seed)
         self.closed = False
-        self.waiting = "nothing was asked for"
+        self.waiting, self.lacks = "nothing was asked for", "groups"
         self.recovery = Recovery()
-        self._changed = False
+        self.quarantine = Quarantine(Rules(), prompts, limits.seed, limits.lease_timeout_s)
+        barred = self.quarantine.barred
+        self._changed, self._saved_seq = False, 0
         self._takes = Takes()
         self._swept: tuple[object, float] = (None, 0.0)
         self._chosen: tuple[object, list[Candidate]] = (None, [])
@@ -81,22 +61,26 @@ class ReplayQueue:
         self.room = Room(limits, self.ledger, self.tally, self._exits)
         self._patience = Patience(limits, self.ledger, self.tally)
         self._intake = Intake(
-            limits, self.clock, self.ledger, self.tally, self._exits, self.recovery, self.room, self._patience, model
-        )
-        self._claims = Claims(limits, self.ledger, self.tally, self.recovery, self._intake)
+            limits, self.clock, self.ledger, self.tally, self._exits, self.recovery, self.room, self._patience, model,
+            barred,
+        )  # fmt: skip
+        self._claims = Claims(limits, self.ledger, self.tally, self.recovery, self._intake, barred)
+        self._probes = Probes(self.quarantine, self.clock, self.tally, self._intake)
 
     # --- the disk -------------------------------------------------------------------------------
 
     @property
     def unsaved(self) -> bool:
         """True when a queue that is loaded from the last save would contradict this one."""
-        return self._changed or self.ledger.cursor.given > self.ledger.cursor.saved
+        changed = self._changed or self.quarantine.unsaved or self.knobs.seq > self._saved_seq
+        return changed or self.ledger.cursor.given > self.ledger.cursor.saved
 
     def save(self) -> QueueState:
         """What must outlive this process. Payloads, queued results and leases stay with their generators."""
-        self._changed = False
+        self._changed, self._saved_seq = False, self.knobs.seq
         takes, retired = self._takes.save({e.take_id for e in self.ledger.of_state(State.TAKEN)})
-        return QueueState(self.clock.save(), self.ledger.save(), self.tally.save(), takes, retired, self.closed)
+        parts = self.clock.save(), self.ledger.save(), self.tally.save()
+        return QueueState(*parts, takes, retired, self.closed, self.knobs.save(), self.quarantine.save())
 
     def load(self, state: QueueState) -> None:
         """Go on from there, in a queue that was just made."""
@@ -105,6 +89,12 @@ class ReplayQueue:
         self.tally.load(state.tally)
         self._takes.by_id = {t.take_id: t for t in state.takes}
         self._takes.retired, self.closed = state.retired_take, state.closed
+        self.quarantine.load(state.quarantine)
+        self.untuned = self.knobs.load(state.knobs)
+        if self.knobs.base is not None:
+            config = self.knobs.config(self.knobs.at(self.knobs.in_force))
+            self.limits.follow(limits_of(config))
+            self.quarantine.follow(rules_of(config))
 
     def claim(
         self,
@@ -120,7 +110,9 @@ class ReplayQueue:
         What waits to be leased is leased to it again. heard: leases of its Leases up to that seq which it does not
         name got lost, and are taken back.
         """
-        return self._claims.claim(generator_id, held, sampling, kept, now, heard)
+        probes = self.quarantine.claim(generator_id, sampling, kept, heard)
+        claim = self._claims.claim(generator_id, held, no_probes(sampling), no_probes(kept), now, heard)
+        return claim._replace(useless=claim.useless + probes.useless, void=claim.void + probes.void)
 
     # --- versions -------------------------------------------------------------------------------
 
@@ -152,6 +144,9 @@ class ReplayQueue:
         """Up to `want` prompts for a generator that holds a version, by the admission rule. seq: of their Leases."""
         leases: list[Lease] = []
         idle = ""
+        if generator_id in self.quarantine.barred:
+            wait = self.closed or self.recovery.active
+            return self._probes.grant(generator_id, held, want, now, seq, wait)
         while len(leases) < want:
             idle = self.refusal(held)
             if idle:
@@ -176,10 +171,13 @@ class ReplayQueue:
 
     def withdraw(self, leases: Iterable[Lease]) -> None:
         """Take back leases that never reached their generator; they do not count as attempts."""
+        self._probes.withdraw(leases := list(leases))
         self._claims.withdraw(leases)
 
     def fail(self, generator_id: str, lease_id: str, reason: str) -> bool:
         """A generator gives a lease back. False when it does not hold that lease (any more)."""
+        if is_probe(lease_id):
+            return self._probes.fail(generator_id, lease_id, reason)
         entry = self.ledger.entries.get(lease_id.rpartition("#")[0])
         lease = entry.lease if entry is not None else None
         if entry is None or lease is None or lease.lease_id != lease_id or lease.generator_id != generator_id:
@@ -193,18 +191,17 @@ class ReplayQueue:
         self.recovery.tick(now)
         for entry in self.ledger.of_state(State.LEASED):
             if entry.lease is not None and entry.lease.expires <= now:
-                self.tally.count("lease_expired")
-                self._exits.give_back(entry)
+                self._exits.outlast(entry, "lease_expired")
         for entry in self.room.overdue(now, self.limits.lease_timeout_s):
             self.give_up(entry)
 
     def generator_lost(self, generator_id: str, reason: str = "dead_generator") -> None:
         """Give out again everything that a generator was sampling, and what it kept because there was no room."""
         self.recovery.lost(generator_id)
+        self.quarantine.lost(generator_id)
         for entry in self.ledger.of_state(State.LEASED):
             if entry.lease is not None and entry.lease.generator_id == generator_id:
-                self.tally.count(reason)
-                self._exits.give_back(entry)
+                self._exits.outlast(entry, reason)
         for entry in [e for e in self.ledger.entries.values() if e.sender == generator_id]:
             if entry.state is State.KEPT:
                 self.give_up(entry)
@@ -215,7 +212,14 @@ class ReplayQueue:
 
     def put(self, group: GroupHead, payload: Sequence[Buffer], sender: str) -> Put:
         """A finished group with its frames. Once per group id; the first result wins, late or not."""
+        if is_probe(group.group_id):
+            return self._probes.put(group, payload, sender)
         return self._intake.put(group, payload, sender, self.closed)
+
+    def bar(self, generator_id: str) -> None:
+        """A generator is in quarantine: its leases and its finished groups, but those in a take, are leased again."""
+        self._changed = True
+        self._exits.bar(generator_id)
 
     # --- groups out -----------------------------------------------------------------------------
 
@@ -231,27 +235,28 @@ class ReplayQueue:
         if known is not None:
             return known
         if self.clock.newest is None:
-            self.waiting = "no version was published"
+            self.waiting, self.lacks = "no version was published", "version"
             return None
         if self.recovery.active:
-            self.waiting = f"{self.recovery.waiting} after the restart of replay"
+            self.waiting, self.lacks = f"{self.recovery.waiting} after the restart of replay", "recovering"
             return None
-        count, size = num_batches(update, self.limits, self.clock), self.limits.groups_per_update
+        self._adopt(update, self.clock.newest)
+        count, size = num_batches(update, self.limits, self.clock, self.knobs.follows), self.limits.groups_per_update
         chosen = self._choose(update, count, now)
         if len(chosen) < count * size:
             queued = self.ledger.count(State.QUEUED)
             leased, kept = self.ledger.count(State.LEASED), self.ledger.count(State.KEPT)
-            self.waiting = f"{queued} of {count * size} groups for update {update}, {leased} leased"
-            self.waiting += f", {kept} kept by generators until there is room" * (kept > 0)
+            self.waiting, self.lacks = f"{queued} of {count * size} groups for update {update}", "groups"
+            self.waiting += f", {leased} leased" + f", {kept} kept by generators until there is room" * (kept > 0)
             return None
         why = self._patience.waits(take_id, update, count, now)
         if why:
-            self.waiting = why
+            self.waiting, self.lacks = why, "stragglers"
             return None
         batches = cut(chosen, update, count, size, (self.limits.seed, self.clock.epoch, update))
         tokens = tuple(tuple(self._tokens(i) for i in ids) for ids in batches)
         bounds = tuple(update + m - self.limits.max_lag for m in range(count))
-        take = Take(take_id, update, batches, bounds, tokens)
+        take = Take(take_id, update, batches, bounds, tokens, *self.knobs.freeze())
         for candidate in chosen:
             entry = self.ledger.entries[candidate.group_id]
             self.ledger.move(entry, State.TAKEN)
@@ -259,6 +264,20 @@ class ReplayQueue:
         self._changed = True
         self._takes.add(take)
         return take
+
+    def _adopt(self, update: int, newest: Version) -> None:
+        """Put live settings in force for the take at `update`, if it can be had under them."""
+        config = self.knobs.adopt(update, newest.update)
+        if config is not None:
+            self.limits.follow(limits_of(config))
+            self.quarantine.follow(rules_of(config))
+            self._swept, self._chosen, self._changed = (None, 0.0), (None, []), True
+            self._patience.forget()
+
+    @property
+    def next_update(self) -> int:
+        """The first update of which the take is not frozen."""
+        return max([self.clock.update, *(t.update + len(t.batches) for t in self._takes.by_id.values())])
 
     def _choose(self, update: int, count: int, now: float) -> list[Candidate]:
         """The groups of a take, fewer than it needs when there are too few.
@@ -285,15 +304,7 @@ class ReplayQueue:
         Whole groups, balanced by tokens inside each batch; the same for every call, and together the
         ranks have each group once. Raises ValueError on a rank outside the world.
         """
-        if not 0 <= rank < world <= 2**16:
-            raise ValueError(f"rank {rank} of a world of {world}")
-        take = self._takes.by_id[take_id]
-        out: list[tuple[int, Entry]] = []
-        for m, ids in enumerate(take.batches):
-            mine = take.part(m, rank, world)
-            found = [e for i in ids if i in mine and (e := self.ledger.entries.get(i)) is not None]
-            out += [(m, e) for e in found if e.take_id == take_id]
-        return out
+        return self._takes.shard(take_id, rank, world, self.ledger.entries)
 
     def dissolve(self, take_id: int) -> None:
         """A take that no rank has is undone: its groups wait to be taken, those without a payload to be leased."""
@@ -303,6 +314,8 @@ class ReplayQueue:
             if entry.take_id == take_id and entry.payload:
                 entry.take_id = -1
                 self.ledger.move(entry, State.QUEUED)
+                if entry.sender in self.quarantine.barred:
+                    self._exits.evict(entry, "quarantined")
             elif entry.take_id == take_id:
                 self.give_up(entry)
 
@@ -335,7 +348,7 @@ class ReplayQueue:
                 self.tally.count("commit_unknown")
                 continue
             if outcome == "trained":
-                self.tally.train(entry.digest, used_at, self.limits.max_lag)
+                self.tally.train(entry.digest, used_at, self._takes.max_lag(take_id, self.limits.max_lag))
             else:
                 self.tally.count("skipped")
             done.append(Committed(used_at, self.clock.epoch, group_id, entry.digest.generator_id, outcome, batch))

@@ -20,10 +20,14 @@ from asyncrl.errors import RunError
 from asyncrl.models.describe import describe
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.limits import check_capacity, group_bytes, largest_message, limits_of
+from asyncrl.replay.knobs import Knobs
+from asyncrl.replay.limits import check_capacity, fits, group_bytes, largest_message, limits_of
+from asyncrl.replay.quarantine import rules_of
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.service import ReplayServer
 from asyncrl.replay.snapshot import SnapshotFile, fingerprint
+from asyncrl.replay.tuning import Tuning
+from asyncrl.replay.untune import done, ordered
 from asyncrl.tasks import build
 from asyncrl.transport.rendezvous import publish_address
 from asyncrl.transport.sockets import Server
@@ -91,7 +95,10 @@ def _serve(config: Config, run_dir: Path) -> None:
     model = describe(config.model.path)
     one_group = group_bytes(config, model, task.train)
     check_capacity(config, one_group)
-    queue = ReplayQueue(task.train, limits_of(config, one_group), model)
+    max_bytes, max_frames = largest_message(one_group, config.algorithm.group_size)
+    knobs = Knobs(config, fits(model, task.train, max_bytes), ordered(run_dir))
+    queue = ReplayQueue(task.train, limits_of(config, one_group), model, knobs)
+    queue.quarantine.rules = rules_of(config)
     evaluations = Evaluations(
         task.eval,
         queue.tally,
@@ -107,11 +114,10 @@ def _serve(config: Config, run_dir: Path) -> None:
     address = run_dir / "replay.address"
     address.unlink(missing_ok=True)
     r = config.replay
-    max_bytes, max_frames = largest_message(one_group, config.algorithm.group_size)
     socket = Server(
         r.bind, r.security, keys=r.keys, refused=queue.tally.counters, max_bytes=max_bytes, max_frames=max_frames
     )
-    journal = Journal(run_dir)
+    journal, tuning = Journal(run_dir), Tuning(queue, evaluations, run_dir)
     try:
         server = ReplayServer(
             queue,
@@ -120,14 +126,18 @@ def _serve(config: Config, run_dir: Path) -> None:
             heartbeat_timeout_s=config.replay.heartbeat_timeout_s,
             watchdog_s=config.run.watchdog_s,
             settings=config.shared_settings(),
+            name=config.run.name,
             journal=journal,
             snapshots=snapshots,
+            tuning=tuning,
         )
         if snapshot is not None:
             server.resume(snapshot)
         else:
             journal.begin()
+            tuning.begin()
         server.save()
+        done(run_dir)
         collect_rarely()
         with _stop_signals() as stop:
             publish_address(address, socket.address)

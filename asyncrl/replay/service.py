@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
 
 from asyncrl import wire
 from asyncrl.errors import WireError
-from asyncrl.replay.claims import Claim
+from asyncrl.replay.claims import Claim, lease_message
 from asyncrl.replay.desk import Desk
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.fence import check
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.ledger import Lease
 from asyncrl.replay.notices import Notices
-from asyncrl.replay.peers import Peer, Peers, displacement, foreign_schema, objection, wrong_schema
+from asyncrl.replay.peers import Peer, Peers, displacement, objection
 from asyncrl.replay.publications import Publications
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.replay.refusals import Refusals
+from asyncrl.replay.reports import Reports
 from asyncrl.replay.snapshot import Snapshot, SnapshotFile
 from asyncrl.replay.state import state
+from asyncrl.replay.tuning import Tuning
+from asyncrl.replay.ward import Ward
 from asyncrl.replay.watchdog import Watchdog, look
 from asyncrl.transport.sockets import Server
 from asyncrl.types import Version
@@ -43,7 +45,7 @@ MAX_WANT = 65536
 
 
 class ReplayServer:
-    """Connects queue, evaluations and peers to a socket. `now` is a monotonic clock in seconds."""
+    """Connects queue, evaluations and peers to a socket. name: of the run. `now` is a monotonic clock in seconds."""
 
     def __init__(
         self,
@@ -54,22 +56,25 @@ class ReplayServer:
         heartbeat_timeout_s: float = 15.0,
         watchdog_s: float = math.inf,
         settings: Mapping[str, str] | None = None,
+        name: str = "",
         journal: Journal | None = None,
         snapshots: SnapshotFile | None = None,
+        tuning: Tuning | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.queue, self.evaluations, self.socket, self.peers = queue, evaluations, socket, Peers()
         self._heartbeat_timeout_s, self._journal, self._now = heartbeat_timeout_s, journal, now
-        self._desk = Desk(queue)
+        self._desk, self._tuning = Desk(queue), tuning or Tuning(queue, evaluations)
         self._versions = Publications(queue, evaluations, self._desk, journal)
-        self._watchdog, self._settings = Watchdog(watchdog_s, now()), settings
+        self._watchdog, self._settings, self._name = Watchdog(watchdog_s, now()), settings, name
         self.failure = ""
         """Why the watchdog ended the run."""
         self._snapshots = snapshots
         self._boot, self._restarts = uuid.uuid4().hex, 0
         self._saved: tuple[set[str], str, int] = (set(), "", 0)
-        self._logged: set[str] = set()
-        self._notices = Notices()
+        self._refusals, self._reports = Refusals(socket, queue.tally), Reports()
+        self._started = now()
+        self._notices, self._ward = Notices(), Ward(queue, evaluations, self.peers)
         self._ticked = 0.0
         self._done_at: float | None = None
         self._finished_at: float | None = None
@@ -82,6 +87,7 @@ class ReplayServer:
         self._restarts, self._versions.source = snapshot.restarts + 1, snapshot.source
         self.queue.load(snapshot.queue)
         self.evaluations.load(snapshot.evaluations)
+        self._tuning.resume()
         self._versions.repeat(snapshot.journal_bytes)
         if snapshot.done:
             self._done_at = now
@@ -129,6 +135,7 @@ class ReplayServer:
         note += f"; first failure: {self._watchdog.cause}" if self._watchdog.cause else ""
         replies = self._desk.answers(now, note)
         self.save()
+        self._tuning.follow()
         for identity, reply in replies:
             self.socket.send(identity, reply)
         self._notify()
@@ -143,18 +150,22 @@ class ReplayServer:
             else:
                 self._message(identity, wire.decode(frames), now)
         except WireError as exc:
-            self._malformed(identity, frames, exc)
+            self._refusals.malformed(identity, frames, exc)
         except ValueError as exc:
-            self._refuse(identity, "bad_request", str(exc))
+            self._refusals.refuse(identity, "bad_request", str(exc))
 
     def _message(self, identity: bytes, message: wire.Message, now: float) -> None:
         if isinstance(message, wire.Hello):
             return self._hello(identity, message, now)
         peer = self.peers.seen(identity, now)
         if isinstance(message, wire.Status):
-            return self._status(identity, peer)
+            return self._status(identity, peer, now)
+        if isinstance(message, wire.Tune):
+            for to, reply in self._tuning.serve(identity, message, self.peers.generators, self.save):
+                self.socket.send(to, wire.encode(reply))
+            return None
         if peer is None:
-            return self._rejoin(identity)
+            return self._refusals.rejoin(identity)
         if peer.role == "generator":
             return self._from_generator(peer, message, now)
         return self._from_learner(peer, message, now)
@@ -168,14 +179,17 @@ class ReplayServer:
                 self._lease(peer, message, now)
             case wire.Heartbeat(held=held, gauges=gauges, busy=busy):
                 self.peers.beat(peer.name, gauges, busy)
+                if (settings := self._tuning.lagging(peer.name, gauges, now)) is not None:
+                    self._send(peer, settings)
                 self._holds(peer, Version(*held), now)
             case wire.EvalResult(version=version):
                 if self.queue.clock.unknown(Version(*version)):
                     raise ValueError(f"evaluation answers of version {Version(*version)}, which was never published")
-                self.evaluations.put(message)
-                self._watchdog.progress(now)
+                if self._ward.answers(peer.name, message):
+                    self._watchdog.progress(now)
             case wire.Failed(lease_id=lease_id, reason=reason):
                 self._watchdog.failed(f"{peer.name}: {reason[:500]}", now)
+                self.peers.generators[peer.name].failures += 1
                 if not lease_id:
                     log.warning("generator %s: %s", peer.name, reason[:500])
                     self.queue.tally.count_foreign("generator", reason)
@@ -205,6 +219,13 @@ class ReplayServer:
             case wire.Published(seq=seq):
                 self._published(peer, message, now)
                 self._send(peer, wire.Ack([], [], seq))
+            case wire.Verdict(seq=seq):
+                self._ward.judge(message, now)
+                self.save()
+                self._send(peer, wire.Ack([], [], seq))
+            case wire.Report(seq=seq):
+                self._reports.put(message, now)
+                self._send(peer, wire.Ack([], [], seq))
             case wire.Done(seq=seq):
                 if self._done_at is None:
                     self._done_at = now
@@ -220,7 +241,7 @@ class ReplayServer:
         why = objection(hello, self.queue.model, self._settings) or self.peers.refusal(identity, hello, clock.epoch)
         if why:
             log.warning("refused a peer: %.500s", why)
-            return self._refuse(identity, "refused_peer", why)
+            return self._refusals.refuse(identity, "refused_peer", why)
         for old in self.peers.displace(identity, hello):
             self._send(old, wire.Refused(displacement(old.role, old.name)))
         again = any((p.name, p.boot_id) == (hello.peer_id, hello.boot_id) for p in self.peers.known.values())
@@ -228,6 +249,7 @@ class ReplayServer:
             log.info("%s joined", hello.peer_id)  # asyncrl.remote waits for these lines
         if self.peers.join(identity, hello, now):
             self._lost(hello.peer_id, "restarted_generator")
+        self.queue.quarantine.joined(hello.peer_id, hello.boot_id)
         self._desk.forget_all_but(set(self.peers.known))
         if hello.role == "generator":
             held = Version(*hello.held) if hello.held is not None else clock.newest or Version(0, 0)
@@ -238,13 +260,14 @@ class ReplayServer:
         for message in claim.messages(again):
             self._send(self.peers.known[identity], message)
         newest = (*clock.newest, self._versions.source) if clock.newest is not None else None
-        self._send(self.peers.known[identity], wire.Welcome(clock.epoch, clock.update, newest, self._boot))
+        welcome = wire.Welcome(clock.epoch, clock.update, newest, self._boot, self.queue.knobs.coming)
+        self._send(self.peers.known[identity], welcome)
 
     def _lease(self, peer: Peer, request: wire.LeaseRequest, now: float) -> None:
         """Evaluation responses first, training groups for the rest."""
         held = Version(*request.held)
         want, rows = min(max(request.want, 0), MAX_WANT), min(max(request.rows, 0), MAX_WANT)
-        waiting = self.queue.recovery.active
+        waiting = self.queue.recovery.active or self._ward.is_out(peer.name)
         extra = [] if waiting else self.evaluations.lease(peer.name, held, rows or want, now)
         size = self.queue.limits.group_size
         left = want - len(extra) if not rows else min(want, (rows - len(extra)) // size)
@@ -254,7 +277,7 @@ class ReplayServer:
         self.save()
         # First what became of earlier results: a prompt that is leased anew must not be taken for one of them.
         self._notify()
-        if self._send(peer, wire.Leases(extra + [_to_msg(x, now) for x in leases], idle, seq)):
+        if self._send(peer, wire.Leases(extra + [lease_message(x, now) for x in leases], idle, seq)):
             generator.num_leases = seq
         else:
             self.queue.withdraw(leases)
@@ -265,7 +288,7 @@ class ReplayServer:
     def _group(self, identity: bytes, frames: list[wire.Buffer], now: float) -> None:
         peer = self.peers.seen(identity, now)
         if peer is None:
-            return self._rejoin(identity)
+            return self._refusals.rejoin(identity)
         if peer.role != "generator":
             raise ValueError("groups come from generators")
         group = wire.read_group(frames)
@@ -290,8 +313,14 @@ class ReplayServer:
             generator.told_at = now
             self._tell(name, wire.NewVersion(version.epoch, version.update, source))
 
-    def _status(self, identity: bytes, peer: Peer | None) -> None:
-        values = state(self.queue, self.evaluations, self.peers, self.finished, self._restarts)
+    def _status(self, identity: bytes, peer: Peer | None, now: float) -> None:
+        values = state(
+            self.queue, self.evaluations, self.peers, now,
+            finished=self.finished, restarts=self._restarts, run=self._name, uptime_s=now - self._started,
+            failure=self.failure, first_failure=self._watchdog.cause,
+            report=self._reports.state(), update_s=self._reports.update_s(),
+            take_waits=dict(self._desk.waited),
+        )  # fmt: skip
         sent = self.socket.send(identity, wire.encode(wire.StatusReply(values)))
         if sent and self.finished and peer is not None and peer.role == "learner":
             self._fetched = True
@@ -300,6 +329,8 @@ class ReplayServer:
 
     def _tick(self, now: float) -> None:
         self.queue.expire(now)
+        for name, resync in self._ward.tick(self._versions.source, now):
+            self._tell(name, resync)
         for name, group_id in self.queue.room.ask(now):
             self._tell(name, wire.Send([group_id]))
         for name in self.peers.silent(now, self._heartbeat_timeout_s):
@@ -308,7 +339,7 @@ class ReplayServer:
             )
             self._lost(name, "dead_generator")
         if not self.queue.recovery.active:
-            self.evaluations.tick(self.queue.clock.newest, self.peers.held(), now)
+            self.evaluations.tick(self.queue.clock.newest, self.peers.held(self.queue.quarantine.barred), now)
         if self.finished and self._finished_at is None:
             self._finished_at = now
         if self._stopped_at is not None:
@@ -365,32 +396,3 @@ class ReplayServer:
     def _tell(self, name: str, message: wire.Message) -> bool:
         generator = self.peers.generators.get(name)
         return generator is not None and self.socket.send(generator.identity, wire.encode(message))
-
-    def _refuse(self, identity: bytes, counter: str, why: str) -> None:
-        self.queue.tally.count(counter)
-        self._log_once(f"{counter}: {why}")
-        self.socket.send(identity, wire.encode(wire.Refused(why)))
-
-    def _rejoin(self, identity: bytes) -> None:
-        """A stranger: most often one that knew an earlier process of this replay."""
-        self.queue.tally.count("no_hello")
-        self.socket.send(identity, wire.encode(wire.Rejoin()))
-
-    def _malformed(self, identity: bytes, frames: list[wire.Buffer], exc: WireError) -> None:
-        self.queue.tally.count("malformed")
-        self._log_once(f"malformed: {exc}")
-        schema = foreign_schema(frames)
-        if schema is not None:
-            self.socket.send(identity, wire.encode(wire.Refused(wrong_schema(schema))))
-
-    def _log_once(self, text: str) -> None:
-        """Log each kind of text once: a broken peer repeats itself."""
-        key = re.sub(r"b'.*?'|b\".*?\"|\d+", "#", text)[:80]
-        if key not in self._logged and len(self._logged) < 256:
-            self._logged.add(key)
-            log.warning("%s (this kind is logged once and counted)", text[:500])
-
-
-def _to_msg(lease: Lease, now: float) -> wire.LeaseMsg:
-    prompt = wire.prompt_to_msg(lease.prompt)
-    return wire.LeaseMsg(lease.lease_id, lease.group_id, lease.attempt, prompt, lease.expires - now)

@@ -17,11 +17,11 @@ import xxhash
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, RunError
 from asyncrl.replay.evals import EvalsState
-from asyncrl.replay.queue import QueueState
+from asyncrl.replay.saved import QueueState
 from asyncrl.types import ModelInfo
 
 FILE = "replay.snapshot"
-FORMAT = 2
+FORMAT = 3
 
 
 class Snapshot(msgspec.Struct, array_like=True, gc=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from asyncrl.replay.evals import Evaluations
@@ -10,10 +11,19 @@ from asyncrl.replay.peers import Peers
 from asyncrl.replay.queue import ReplayQueue
 
 
-def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, finished: bool, restarts: int) -> dict[str, Any]:
-    """Gauges now, counters of the run, finished evaluations, restarts of replay. JSON-like."""
-    tally = queue.tally
+def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, now: float, **more: object) -> dict[str, Any]:
+    """Gauges now, counters of the run, finished evaluations, who takes part, and `more` as it is. JSON-like."""
+    tally, limits = queue.tally, queue.limits
+    ranks = sum(p.role == "learner" for p in peers.known.values())
+    seen_s = now - peers.learner_seen if peers.learner_seen is not None else None
     return {
+        "time": time.time(),
+        "total_updates": limits.total_updates,
+        "max_lag": limits.max_lag,
+        "sync_every": limits.sync_every,
+        "groups_per_update": limits.groups_per_update,
+        "capacity_bytes": limits.capacity_bytes,
+        "learner": {"ranks": ranks, "seen_s": seen_s},
         "update": queue.clock.update,
         "epoch": queue.clock.epoch,
         "newest": list(queue.clock.newest) if queue.clock.newest is not None else None,
@@ -30,9 +40,10 @@ def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, finished: 
         "trained": tally.trained.as_dict(),
         "dropped": [list(pair) for pair in tally.dropped],
         "waiting": queue.waiting,
-        "generators": {name: g.state() for name, g in peers.generators.items()},
+        "generators": {n: g.state() | {"seen_s": now - g.last_seen} for n, g in peers.generators.items()},
+        "quarantine": queue.quarantine.state(),
+        "tuned": queue.knobs.state(),
         "evaluations": evaluations.finished,
-        "finished": finished,
         "closed": queue.closed,
-        "restarts": restarts,
+        **more,
     }

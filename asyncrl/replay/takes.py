@@ -5,10 +5,13 @@ G groups per batch, M batches. Batch m trains update u + m.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from asyncrl.replay.ledger import Entry
+from asyncrl.wire import Tuned
 
 KEPT_TAKES = 64
 
@@ -17,6 +20,7 @@ class Take(NamedTuple):
     """A frozen take: batches[m] are the group ids for update + m, bounds[m] its lowest usable update.
 
     tokens[m] are the sizes of batches[m]: they decide which rank gets what, whatever became of the groups since.
+    tuned and coming: the live settings in force, and the newest ones then.
     """
 
     take_id: int
@@ -24,6 +28,8 @@ class Take(NamedTuple):
     batches: tuple[tuple[str, ...], ...]
     bounds: tuple[int, ...]
     tokens: tuple[tuple[int, ...], ...]
+    tuned: Tuned = Tuned()
+    coming: Tuned = Tuned()
 
     def part(self, batch: int, rank: int, world: int) -> set[str]:
         """Group ids of one rank's part of a batch."""
@@ -59,12 +65,29 @@ class Takes:
         if update > last:
             raise ValueError(f"commit of take {take_id} at update {update}; after it the clock is at most {last}")
 
+    def max_lag(self, take_id: int, otherwise: int) -> int:
+        """The max_lag under which that take was frozen; `otherwise` for one that is over."""
+        take = self.by_id.get(take_id)
+        return take.update - take.bounds[0] if take is not None else otherwise
+
     def add(self, take: Take) -> None:
         """Remember a take; the oldest of many are retired."""
         self.by_id[take.take_id] = take
         while len(self.by_id) > KEPT_TAKES:
             self.retired = next(iter(self.by_id))
             del self.by_id[self.retired]
+
+    def shard(self, take_id: int, rank: int, world: int, entries: Mapping[str, Entry]) -> list[tuple[int, Entry]]:
+        """`ReplayQueue.shard` of these open groups."""
+        if not 0 <= rank < world <= 2**16:
+            raise ValueError(f"rank {rank} of a world of {world}")
+        take = self.by_id[take_id]
+        out: list[tuple[int, Entry]] = []
+        for m, ids in enumerate(take.batches):
+            mine = take.part(m, rank, world)
+            found = [e for i in ids if i in mine and (e := entries.get(i)) is not None]
+            out += [(m, e) for e in found if e.take_id == take_id]
+        return out
 
     def save(self, taken: Collection[int]) -> tuple[list[Take], int]:
         """Takes of which groups are not committed yet (`taken`), and what is retired without the others."""

@@ -143,6 +143,7 @@ class Watchdog:
             fleet += ", tokens are being sampled"
         if not sight.waiting or now - self._asked > REPEAT_S:
             quiet = now - self._asked
-            return f"the learner has not asked for groups for {quiet:.0f} s (a long step, or it is gone); {fleet}"
+            why = "a long step, weights.paused, or it is gone"
+            return f"the learner has not asked for groups for {quiet:.0f} s ({why}); {fleet}"
         first = f"; first failure: {self.cause}" if self.cause else ""
         return f"{sight.waiting}; {fleet}{first}"

@@ -75,6 +75,9 @@ class GeneratorSection(Section):
     """Model folder of the generators; default: model.path. Must be the same architecture."""
     groups_in_flight: int = Field(32, ge=1, le=4096)
     """Groups that one generator samples at a time."""
+    routes: Literal["counts", "full"] = "counts"
+    """What travels of the routes: counts per expert, or also every token's experts, which algorithm.routes=r3 implies;
+    `asyncrl drift` compares experts token by token with them."""
     threads: int = Field(1, ge=1, le=1024)
     """Torch threads."""
     reward_workers: int = Field(1, ge=1, le=256)
@@ -142,6 +145,9 @@ class WeightsSection(Section):
     finished are sampled again. drain: no new ones start until they are finished."""
     keep_versions: int = Field(2, ge=2, le=64)
     """Published versions that stay on disk."""
+    paused: bool = False
+    """Publish nothing while true: `asyncrl tune RUN weights.paused=true` holds a running job as soon as it needs newer
+    weights; false lets it go on."""
 
 
 class EvalSection(Section):
@@ -166,3 +172,8 @@ class LoggingSection(Section):
     """Updates between histograms; 0 is never."""
     progress: bool = True
     """Progress bar of `asyncrl run`."""
+    dump_every: NonNegative = 0
+    """Updates between dumps of what an update trained on, for `asyncrl drift` and replay offline; 0 is never."""
+    dump_policy: bool = True
+    """Write the policy before that update into each dump, as a model folder: checkpoints are gone when a run is over.
+    The learner stands still for it."""

@@ -43,7 +43,7 @@ class RdcSection(Section):
     """What is ranked: router drift or mean |log pi/mu|."""
     buckets: Literal["auto"] | Positive = "auto"
     """Length buckets: auto = min(4, max(1, floor(q n)))."""
-    bucket_edges: tuple[Positive, ...] | None = None
+    bucket_edges: tuple[Positive, ...] | None = Field(None, max_length=1024)
     """Explicit upper edges in tokens, ascending; replaces `buckets`."""
     normalize: Literal["batch", "retained"] = "batch"
     """Loss tokens that divide the loss: of the batch before filtering, or of what stays."""

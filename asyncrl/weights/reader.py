@@ -29,6 +29,10 @@ class Reader:
         self._base: zmq.Base | None = None
         self._groups = client.Groups(keys)
 
+    def forget(self) -> None:
+        """The next version comes whole: what is held here is in doubt."""
+        self._base = None
+
     def source(self, source: str, version: Version) -> Fetch | folders.Folder | client.Source:
         """The ways to get that version, for an engine (engines.base.Source). WeightSyncError for no such carrier."""
         if source.startswith(COLLECTIVE):

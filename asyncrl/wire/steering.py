@@ -69,7 +69,7 @@ class Report(Struct, tag="report"):
 class Verdict(Struct, tag="verdict"):
     """What the learner's drift sentinel makes of a generator: quarantine it (sound is False), or let it in again.
 
-    Answered by an Ack.
+    boot: of the process that is meant; of another one it says nothing. Answered by an Ack.
     """
 
     generator_id: Name
@@ -77,6 +77,7 @@ class Verdict(Struct, tag="verdict"):
     reason: Text
     seq: int = 0
     epoch: Number = 0
+    boot: Name = ""
 
 
 class Resync(Struct, tag="resync"):

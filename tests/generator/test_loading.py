@@ -218,3 +218,31 @@ def test_a_generator_that_comes_late_has_the_newest_version_before_its_first_lea
 
     asyncio.run(scenario())
     assert {v for wanted in replay.wanted.values() for v in wanted} == {V3}
+
+
+def test_a_resync_loads_the_held_version_again_whole_and_is_counted(replay, publisher, tmp_path):
+    async def scenario():
+        async with fleet(tmp_path) as (made, _):
+            await until(lambda: len(replay.peers) == 3)
+            publish(replay, publisher, V1)
+            await until(lambda: all(g.held == V1 for g in made.values()))
+            peer = next(identity for identity, name in replay.peers.items() if name == "g1")
+            resync = wire.Resync(*V1, replay.newest[1])
+            made["g1"].reader._base = "of a version in doubt"
+            replay.server.send(peer, wire.encode(resync))
+            await until(lambda: replay.beats.get("g1", (V1, {}))[1].get("resyncs") == 1.0)
+            assert [made[n].engine.tries for n in NAMES] == [1, 2, 1]
+            assert made["g1"].reader._base is None
+            # One that fails is tried again as what it is; the next version after it is an ordinary load.
+            made["g1"].engine.fault = "fails"
+            publish(replay, publisher, V2)
+            await until(lambda: made["g1"].load_failures == 1)
+            replay.server.send(peer, wire.encode(wire.Resync(*V2, replay.newest[1])))
+            await until(lambda: made["g1"].whole)
+            made["g1"].engine.fault = ""
+            await until(lambda: replay.beats["g1"][1]["resyncs"] == 2.0)
+            publish(replay, publisher, V3)
+            await until(lambda: all(g.held == V3 for g in made.values()))
+            assert [made[n].counters["resyncs"] for n in NAMES] == [0, 2, 0]
+
+    asyncio.run(scenario())

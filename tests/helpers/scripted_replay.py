@@ -37,6 +37,6 @@ def plain(message):
             return [wire.Welcome(0, 0, None, "b")]
         case wire.Commit(group_ids=ids, seq=seq):
             return [wire.Ack([], ids, seq)]
-        case wire.Published(seq=seq) | wire.Done(seq=seq):
+        case wire.Published(seq=seq) | wire.Done(seq=seq) | wire.Report(seq=seq):
             return [wire.Ack([], [], seq)]
     return []

@@ -221,3 +221,35 @@ def test_a_disk_that_refuses_costs_the_checkpoint_and_not_the_run(made, checkpoi
     (tmp_path / "checkpoints").write_text("a file")
     assert not checkpoints.save(*made, Progress(0, 2, 2, 0.0))
     assert "u2 was not written" in caplog.text
+
+
+def test_while_an_alarm_builds_up_the_checkpoint_before_it_stays(made, checkpoints, tmp_path):
+    for update in (2, 4, 6):
+        checkpoints.save(*made, Progress(0, update, update, 0.0))
+    checkpoints.suspect = 5
+    for update in (8, 10):
+        checkpoints.save(*made, Progress(0, update, update, 0.0))
+    names = {f.name for f in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"u4", "u8", "u10"}  # two are kept, and the one from before update 5
+    checkpoints.suspect = None
+    checkpoints.save(*made, Progress(0, 12, 12, 0.0))
+    assert {f.name for f in (tmp_path / "checkpoints").iterdir()} == {"u10", "u12"}
+
+
+def test_an_alarm_that_ends_the_run_leads_back_before_its_first_bad_update(made, checkpoints, tmp_path, world):
+    for update in (2, 4):
+        checkpoints.save(*made, Progress(0, update, update, 0.0))
+    assert checkpoints.begin(*made, Progress(0, 6, 6, 0.0))  # being written: never complete
+    checkpoints.go_back(4)
+    assert str(checkpoints).endswith("u2") and checkpoints.pending is None
+    assert (tmp_path / "checkpoints" / "u4.alarm" / "state.json").exists()
+    again = Checkpoints(tmp_path, "f", 2, world)
+    assert again.load(*made) == Progress(0, 2, 2, 0.0)
+    again.go_back(0)
+    assert str(again) == "none" and Checkpoints(tmp_path, "f", 2, world).load(*made) is None
+
+
+def test_an_older_checkpoint_that_is_being_written_is_still_completed(made, checkpoints, tmp_path):
+    assert checkpoints.begin(*made, Progress(0, 6, 6, 0.0))
+    checkpoints.go_back(7)
+    assert checkpoints.newest == 6 and (tmp_path / "checkpoints" / "u6").is_dir()

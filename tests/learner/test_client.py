@@ -1,10 +1,11 @@
 """The learner's client against a replay that is slow, forgets it, or is started again."""
 
+import numpy as np
 import pytest
 
 from asyncrl import wire
 from asyncrl.errors import NoAnswer
-from asyncrl.learner.client import Limit, ReplayClient, answer_limit
+from asyncrl.learner.client import Limit, ReplayClient, answer_limit, reportable
 from asyncrl.types import ModelInfo, Version
 from tests.helpers.scripted_replay import Replay, plain
 
@@ -64,6 +65,36 @@ def test_a_replay_that_forgot_the_learner_hears_hello_version_and_request(connec
     assert kinds == ["Hello", "Published", "Commit", "Hello", "Published", "Commit"]
     assert (replay.heard[4].update, replay.heard[4].source, replay.heard[4].batches) == (4, "/w/4", 6)
     assert replay.heard[2] == replay.heard[5] and replay.heard[2].batch == 6
+
+
+def test_a_replay_that_forgot_the_learner_hears_its_last_record_again(connect):
+    forgets = [True]
+
+    def answers(message):
+        if isinstance(message, wire.Commit) and forgets:
+            forgets.clear()
+            return [wire.Rejoin()]
+        return plain(message)
+
+    client, replay = connect(answers)
+    client.epoch = 2
+    alarm = wire.AlarmMsg("kl", 3, "kl is high", "lower learner.lr")
+    client.report(4, {"policy/reward": 0.5}, [alarm])
+    client.commit(0, 5, "trained", ["0/a"])
+    assert [type(m).__name__ for m in replay.heard] == ["Hello", "Report", "Commit", "Hello", "Report", "Commit"]
+    first, again = replay.heard[1], replay.heard[4]
+    assert first == wire.Report(4, {"policy/reward": 0.5}, [alarm], 1, 2)
+    assert again == wire.Report(4, {"policy/reward": 0.5}, [alarm], 0, 2)
+
+
+def test_a_record_that_is_too_long_for_a_message_leaves_single_generators_out():
+    """What does not decode is not answered, and would end the learner."""
+    few = {f"generator/g{i}/lag": 1.0 for i in range(4095)} | {"policy/reward": 0.5}
+    assert reportable(few) == few
+    assert reportable(few | {"policy/entropy": 0.1}) == {"policy/reward": 0.5, "policy/entropy": 0.1}
+    many = {f"drift/layer_{i}": np.float32(1.0) for i in range(5000)}
+    wire.decode(wire.encode(wire.Report(0, reportable(many))))
+    assert len(reportable(many)) == 4096
 
 
 def test_a_replay_at_another_address_is_followed_and_told_the_newest_version(connect, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as ServersAccumulator
 
 from asyncrl.errors import RunError
 from asyncrl.metrics.sink import Sink, hold, read_jsonl, timeline
@@ -132,6 +133,44 @@ def test_after_two_kills_every_step_has_one_value_in_both_files(tmp_path):
     steps, values = zip(*points(tmp_path, "policy/reward"), strict=True)
     assert list(steps) == list(range(8)) and list(values) == pytest.approx(expected, nan_ok=True)
     assert points(tmp_path, "metrics/nan") == [(4, 1.0)]
+
+
+def texts(run_dir: Path, tag: str) -> list[tuple[int, str]]:
+    accumulator = ServersAccumulator(str(run_dir / "tb"), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    return [(e.step, e.tensor_proto.string_val[0].decode()) for e in accumulator.Tensors(tag)]
+
+
+def test_texts_are_not_doubled_by_a_resume(tmp_path):
+    with Sink(tmp_path) as sink:
+        sink.text(0, "run/config", "max_lag: 8")
+        sink.text(3, "run/tuned", "max_lag: 4")
+        sink.text(6, "run/tuned", "max_lag: 2")  # undone by the resume
+        sink.text(6, "run/alarms", "f_2 is on")
+    with Sink(tmp_path, first_update=5, resumed=True) as sink:
+        sink.text(5, "run/config", "max_lag: 8")
+        sink.text(5, "run/tuned", "max_lag: 4")
+        sink.text(7, "run/alarms", "f_2 is on")
+        sink.text(9, "run/alarms", "f_2 is off")
+    assert texts(tmp_path, "run/config") == [(0, "max_lag: 8")]
+    assert texts(tmp_path, "run/tuned") == [(3, "max_lag: 4")]
+    assert texts(tmp_path, "run/alarms") == [(7, "f_2 is on"), (9, "f_2 is off")]
+    with Sink(tmp_path, first_update=8, resumed=True) as sink:
+        sink.text(8, "run/config", "max_lag: 16")  # another one is a text of its own
+        sink.text(8, "run/alarms", "f_2 is off")
+    assert texts(tmp_path, "run/config") == [(0, "max_lag: 8"), (8, "max_lag: 16")]
+    assert texts(tmp_path, "run/alarms") == [(7, "f_2 is on"), (8, "f_2 is off")]
+    assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_the_same_text_twice_in_one_run_is_two_texts(tmp_path):
+    with Sink(tmp_path) as sink:
+        for update in (1, 2, 3):
+            sink.text(update, "run/alarms", f"f_2 is {'on' if update % 2 else 'off'}")
+    with Sink(tmp_path, resumed=True) as sink:  # from the start model: nothing of before is left
+        sink.text(0, "run/alarms", "f_2 is on")
+        sink.text(1, "run/alarms", "f_2 is on")
+    assert texts(tmp_path, "run/alarms") == [(0, "f_2 is on"), (1, "f_2 is on")]
 
 
 def test_what_was_written_survives_kill_9(tmp_path):

@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import Counter
 from pathlib import Path
 
 from asyncrl import wire
+from asyncrl.config import Config
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.journal import Journal
-from asyncrl.replay.limits import Limits
+from asyncrl.replay.knobs import Knobs
+from asyncrl.replay.limits import Limits, limits_of
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.service import ReplayServer
 from asyncrl.replay.snapshot import SnapshotFile
+from asyncrl.replay.tuning import Tuning
 from asyncrl.transport.sockets import Client, Server
 from asyncrl.types import Group
+from asyncrl.wire import Buffer
 from tests.replay.support import MODEL, make_prompts, response
+
+WAIT_S = 20.0
+"""Longest wait for a message that is under way."""
+
+
+class Counting(Server):
+    """Knows how many messages came from each identity."""
+
+    def __init__(self, bind: str) -> None:
+        super().__init__(bind)
+        self.came: Counter[bytes] = Counter()
+
+    def poll(self, timeout_s: float) -> list[tuple[bytes, list[Buffer]]]:
+        received = super().poll(timeout_s)
+        self.came.update(identity for identity, _ in received)
+        return received
 
 
 class Peer:
@@ -22,13 +44,16 @@ class Peer:
 
     def __init__(self, net: Net, name: str, role: str, identity: str = "") -> None:
         self.net, self.name, self.role = net, name, role
-        self.client = Client(net.server.socket.address, (identity or name).encode())
+        self.identity = (identity or name).encode()
+        self.client = Client(net.server.socket.address, self.identity)
 
     def send(self, message: wire.Message | list) -> None:
         self.client.send(message if isinstance(message, list) else wire.encode(message))
+        self.net.sent[self.identity] += 1
 
     def recv(self) -> tuple[wire.Message, list]:
-        for _ in range(300):
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
             self.net.server.step(0.01)
             frames = self.client.recv(0)
             if frames is not None:
@@ -40,6 +65,8 @@ class Peer:
         return self.recv()[0]
 
     def quiet(self) -> bool:
+        """True when nothing comes, although the server has all that was sent to it."""
+        self.net.settle()
         for _ in range(5):
             self.net.server.step(0.01)
         return self.client.recv(0.01) is None
@@ -71,16 +98,20 @@ class Net:
 
     def __init__(
         self, run_dir: Path, every: int = 0, watchdog_s: float = math.inf, settings: dict | None = None,
-        **limits: object,
+        config: Config | None = None, **limits: object,
     ) -> None:  # fmt: skip
         self.now = 1000.0
         values = {"groups_per_update": 4, "group_size": 2, "max_lag": 2, "lease_timeout_s": 60.0} | limits
-        self.queue = ReplayQueue(make_prompts(100), Limits(**values), MODEL)  # type: ignore[arg-type]
+        limits_now = limits_of(config) if config is not None else Limits(**values)  # type: ignore[arg-type]
+        self.queue = ReplayQueue(make_prompts(100), limits_now, MODEL, Knobs(config))
+        self.sent: Counter[bytes] = Counter()
+        self.socket = Counting("127.0.0.1")
         self.evals = Evaluations(make_prompts(3, "e"), self.queue.tally, every=every, timeout_s=30.0)
         self.journal, snapshots = Journal(run_dir), SnapshotFile(run_dir, "f")
         self.server = ReplayServer(
-            self.queue, self.evals, Server("127.0.0.1"), heartbeat_timeout_s=15.0, journal=self.journal,
+            self.queue, self.evals, self.socket, heartbeat_timeout_s=15.0, journal=self.journal,
             snapshots=snapshots, watchdog_s=watchdog_s, settings=settings, now=lambda: self.now,
+            tuning=Tuning(self.queue, self.evals, run_dir),
         )  # fmt: skip
         snapshot = snapshots.read()
         if snapshot is not None:
@@ -93,6 +124,14 @@ class Net:
         if hello:
             assert isinstance(peer.hello(), wire.Welcome)
         return peer
+
+    def settle(self) -> None:
+        """Let the server work until it has all that was sent to it, and once at least; waits at most WAIT_S."""
+        deadline = time.monotonic() + WAIT_S
+        self.server.step(0.01)
+        while any(self.socket.came[name] < count for name, count in self.sent.items()):
+            assert time.monotonic() < deadline, f"sent {self.sent}, came {self.socket.came}"
+            self.server.step(0.01)
 
     def learner(self, rank: int = 0) -> Peer:
         return self.peer(f"learner-{rank}", "learner")

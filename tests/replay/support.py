@@ -44,9 +44,10 @@ def response(name: str, parts: Parts, reward: float = 0.0, epoch: int = 0, finis
 
 
 def answer(
-    lease: Lease, *responses: Parts, rewards: Sequence[float] = (), generator: str = "g0", epoch: int = 0
+    lease: Lease, *responses: Parts, rewards: Sequence[float] = (), generator: str = "", epoch: int = 0
 ) -> Group:
-    """The group of a lease; by default two responses of 4 tokens under the leased version."""
+    """The group of a lease by its generator; by default two responses of 4 tokens under the leased version."""
+    generator = generator or lease.generator_id
     parts = responses or ([(lease.version.update, 4)], [(lease.version.update, 4)])
     rewards = rewards or [float(i == 0) for i in range(len(parts))]
     trajectories = tuple(

@@ -93,7 +93,7 @@ def test_oldest_version_first_then_age():
     a, b, c = (queue.lease("g0", Version(0, 1), 3, 0.0)).leases
     d = queue.lease("g1", V0, 1, 0.0).leases[0]
     for lease in (c, b, a, d):
-        deliver(queue, answer(lease), [b"group", b""], "g0")
+        deliver(queue, answer(lease), [b"group", b""], lease.generator_id)
     assert train(queue, 0, 1) == [d.group_id, c.group_id]
     assert train(queue, 1, 2) == [b.group_id, a.group_id]
 
@@ -119,6 +119,17 @@ def test_mask_keeps_a_group_with_one_young_token_and_evict_drops_it(stale, used)
     else:
         assert queue.tally.counters["stale"] == 1
         assert queue.tally.left_out.as_dict() == {"count": 2, "length": 8, "reward": 1.0, "lag": 6}
+
+
+def test_a_commit_is_counted_by_the_limits_of_its_take():
+    queue = make_queue(stale="mask", max_lag=2, groups_per_update=1)
+    (group_id,) = fill(queue, 1)
+    queue.clock.advance(2)
+    assert queue.take(0, 2).bounds == (0,)
+    queue.limits.max_lag = 0
+    queue.commit(0, 3, "trained", [group_id])
+    assert queue.tally.counters["stale_response"] == 0
+    assert queue.tally.trained.as_dict() == {"count": 2, "length": 8, "reward": 1.0, "lag": 4}
 
 
 def test_mask_ignores_tokens_the_policy_did_not_sample():

@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORD = re.compile(r"^[a-z][a-z0-9_]+$")
 # Calls whose arguments name a reason, and functions that return one (alone, or as (reason, sentence)).
-DROPS = {"count", "evict", "age_out", "drop", "_give_up", "_refuse", "_lost", "generator_lost", "count_refused"}
-DROP_RETURNS = {"problem", "_problem", "_bad_routes"}
+DROPS = {"count", "evict", "age_out", "drop", "_give_up", "_refuse", "refuse", "_lost", "generator_lost"}
+DROPS |= {"count_refused", "outlast"}
+DROP_RETURNS = {"problem", "_problem", "_misfit", "_bad_routes"}
 IDLE_RETURNS = {"refusal"}
 FOREIGN = {"failed", "eval_failed", "generator"}
 # The peers' own words and states that stand beside a reason in such a call.

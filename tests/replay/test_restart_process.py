@@ -15,6 +15,7 @@ from asyncrl.generator.loop import Generator
 from asyncrl.learner.client import ReplayClient
 from asyncrl.models.describe import describe
 from asyncrl.replay.server import run
+from asyncrl.replay.untune import FILE, order
 from asyncrl.transport.sockets import Server
 from asyncrl.types import Group, Version
 from tests.replay.support import response
@@ -135,7 +136,7 @@ def test_replay_behind_a_fixed_address_is_followed_without_a_file(tmp_path):
     while not client.status()["finished"]:
         time.sleep(0.05)
     for role in fleet:
-        role.join(20)
+        role.join(60)
         assert not role.is_alive() and role.error is None
     client.close()
     replay.kill()
@@ -147,7 +148,7 @@ def test_three_kills_with_a_backlog_lose_nothing_and_train_nothing_twice(parts):
     trained: list[str] = []
     for update in range(40):
         if update in (6, 15, 16):
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             # max_lag 8 and G 4: up to 36 groups may wait.
             while client.status()["queue_depth"] < 12 and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -161,7 +162,7 @@ def test_three_kills_with_a_backlog_lose_nothing_and_train_nothing_twice(parts):
     while not client.status()["finished"]:
         time.sleep(0.05)
     for role in fleet:
-        role.join(20)
+        role.join(60)
         assert not role.is_alive() and role.error is None
     assert len(trained) == len(set(trained)) == 160
     # The first two data epochs of 64 prompts are over, each prompt trained once.
@@ -172,6 +173,25 @@ def test_three_kills_with_a_backlog_lose_nothing_and_train_nothing_twice(parts):
     lines = [json.loads(x) for x in (config.run_dir / "committed.jsonl").read_text().splitlines()]
     assert [x["group_id"] for x in lines] == trained
     assert [x["update"] for x in lines] == [u for u in range(40) for _ in range(4)]
+
+
+def test_what_a_resume_named_is_that_of_the_config_again_once(tmp_path):
+    config = make_config(tmp_path)
+    lag = "staleness.max_lag"
+    replay = Replay(config)
+    client = ReplayClient(config.run_dir / "replay.address", 0, describe(config.model.path), 60.0)
+    client.tune({lag: 16, "learner.lr": 0.5}, "me")
+    replay.kill()
+    order(config.run_dir, [lag])
+    replay.start()
+    assert client.tuned().values == {"learner.lr": "0.5"}
+    assert not (config.run_dir / FILE).exists()
+    client.tune({lag: 12}, "me")
+    replay.kill()
+    replay.start()
+    assert client.tuned().values == {"learner.lr": "0.5", lag: "12"}, "it was an order to one start"
+    client.close()
+    replay.kill()
 
 
 def test_a_snapshot_of_another_run_is_refused(tmp_path):

@@ -14,7 +14,7 @@ from collections import Counter, deque
 import pytest
 
 from asyncrl.replay.ledger import Lease, State
-from asyncrl.replay.queue import Committed
+from asyncrl.replay.saved import Committed
 from asyncrl.replay.takes import Take
 from asyncrl.types import Group, Version
 from tests.replay.support import answer, deliver, make_queue

@@ -150,7 +150,11 @@ def test_tokens_without_a_lease_are_signs_of_life():
 @pytest.mark.parametrize(
     ("changes", "learner", "words"),
     [
-        ({"waiting": ""}, False, "the learner has not asked for groups for 100 s (a long step, or it is gone)"),
+        (
+            {"waiting": ""},
+            False,
+            "the learner has not asked for groups for 100 s (a long step, weights.paused, or it is gone)",
+        ),
         ({}, False, "the learner has not asked for groups for 100 s"),
         ({"published": False}, True, "the learner has published no version yet"),
     ],

@@ -287,6 +287,23 @@ def test_running_responses_carry_both_versions():
     run(job)
 
 
+def test_a_version_that_is_loaded_again_has_another_name_and_cache():
+    async def job(fake, engine, updater):
+        await engine.load(Version(0, 4), None)
+        first = fake.label
+        await engine.load(Version(0, 4), None)
+        # What was cached under the first name may be of other weights.
+        assert fake.label.startswith(f"{first}.")
+        assert engine.version == Version(0, 4)
+        (done,) = await engine.generate(PROMPT, 1, EIGHT)
+        assert done.segments == (Segment(Version(0, 4), 0, 8),)
+        labels = {first, fake.label}
+        await engine.load(Version(0, 4), None)
+        assert fake.label not in labels
+
+    run(job)
+
+
 def test_weights_that_another_run_calls_by_the_same_version_are_not_ours():
     async def job(fake, engine, updater):
         await engine.load(Version(0, 4), None)
