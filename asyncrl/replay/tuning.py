@@ -133,7 +133,9 @@ class Tuning:
                 f"from update {update + 1} on at the earliest; for update {update} there is no version yet that "
                 f"max_lag={max_lag} would allow"
             )
-        return f"from update {update} on, whose take is the next"
+        paused = all(t.values.get("weights.paused") == "true" for t in (knobs.coming, knobs.at(knobs.in_force)))
+        pause = "; a learner that stands still in the pause makes it after weights.paused=false" * paused
+        return f"from update {update} on, whose take is the next{pause}"
 
     def _reply(self, request: wire.Tune, ok: bool, text: str) -> wire.TuneReply:
         return wire.TuneReply(ok, text[:60_000], self.knobs.coming, request.key)

@@ -98,6 +98,20 @@ def test_what_a_run_is_doing(state, words, well):
     assert derive(state)["well"] is well
 
 
+def test_a_paused_run_says_so_and_has_no_time_to_go():
+    state = full()
+    assert derive(state)["updates"]["eta_s"] is not None
+    state["tuned"] = {
+        "seq": 1,
+        "in_force": 1,
+        "values": {"weights.paused": "true"},
+        "config": {"weights.paused": "false"},
+    }
+    d = derive(state)
+    assert d["phase"].startswith("paused: no version is published; asyncrl tune RUN weights.paused=false")
+    assert d["updates"]["eta_s"] is None and d["updates"]["done"] == state["update"]
+
+
 def test_live_settings_stand_beside_those_of_the_config():
     values = {"staleness.max_lag": "4", "algorithm.rdc.mode": '"observe"'}
     config = {"staleness.max_lag": "8", "algorithm.rdc.mode": '"filter"'}
