@@ -95,6 +95,7 @@ def test_a_record_that_is_too_long_for_a_message_leaves_single_generators_out():
     many = {f"drift/layer_{i}": np.float32(1.0) for i in range(5000)}
     wire.decode(wire.encode(wire.Report(0, reportable(many))))
     assert len(reportable(many)) == 4096
+    assert reportable(few | {"x" * 257: 1.0}) == few
 
 
 def test_a_replay_at_another_address_is_followed_and_told_the_newest_version(connect, tmp_path):

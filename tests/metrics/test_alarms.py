@@ -8,6 +8,7 @@ import pytest
 
 from asyncrl.config import validate
 from asyncrl.errors import ConfigError
+from asyncrl.metrics.alarm_history import KEPT, History
 from asyncrl.metrics.alarms import RULES, Alarms, Facts
 from asyncrl.sections.alarms import AlarmsSection
 
@@ -299,6 +300,15 @@ def test_a_starving_learner_is_told_when_generators_stand_still_too():
     alarms = Alarms()
     assert went(rows, alarms=alarms)[0] == [(6, "learner_starving")]
     assert "the generators stand still as well: their weights are too old" in alarms.active[0].remedy
+
+
+def test_who_lived_is_remembered_as_long_as_records_are():
+    history = History()
+    for update in range(KEPT + 2):
+        history.add(update, {"generator/g0/alive": float(update == 0), "generator/g1/alive": 1.0})
+        # The newest record itself says nothing of before.
+        assert history.lived("g1") is (update > 0) and history.lived("g0") is (0 < update < KEPT)
+    assert not history.lived("g2")
 
 
 def test_nobody_starves_in_a_pause():

@@ -220,6 +220,12 @@ def test_a_new_replay_goes_on_where_the_learners_checkpoint_is(make_net):
     assert learner.ask(wire.Take(0, 40, 0, 1, epoch=1)).ready
 
 
+def test_a_name_of_which_no_metric_could_be_made_is_refused(make_net):
+    net = make_net()
+    assert refused(net.peer("x", hello=False).hello(peer_id="g" * 151), "1 to 150 characters, not 151")
+    assert refused(net.peer("y", hello=False).hello(peer_id=""), "1 to 150 characters, not 0")
+
+
 def test_a_name_that_cannot_be_printed_is_refused(make_net):
     net = make_net()
     assert refused(net.peer("x", hello=False).hello(peer_id="g\n0"), "names are printable")

@@ -308,6 +308,7 @@ def test_resume_evicts_what_its_fork_threw_away():
         (lambda g: {"prompt": replace(g.prompt, prompt_id="p9")}, "wrong_prompt"),
         (lambda g: {"prompt": replace(g.prompt, token_ids=g.prompt.token_ids + 1)}, "wrong_prompt"),
         (lambda g: {"attempt": 2}, "unknown_attempt"),
+        (lambda g: {"generator_id": "g1"}, "wrong_sender"),
         (lambda g: {"group_id": "0/nobody"}, "unknown_group"),
         (lambda g: {"group_id": "x"}, "unknown_group"),
     ],
