@@ -1,4 +1,4 @@
-"""Records that both sides of the queue share. Numpy only: importing this never loads torch.
+"""What both sides of the queue share: records, and a rule. Numpy only: importing this never loads torch.
 
 Axes: P prompt tokens, T response tokens, S = P + T input tokens, L MoE layers, E experts,
 K experts chosen per token, V version segments of one response.
@@ -180,3 +180,8 @@ class Completion:
     extra: dict[str, float] = field(default_factory=dict)
     sampled: NDArray[np.bool_] | None = None
     routes_from: int = 0
+
+
+def fewest_sound(num_alive: int) -> int:
+    """So many living generators must stay out of quarantine, by the learner and by replay: half of them, and one."""
+    return max(1, -(-num_alive // 2))

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from asyncrl.algos.outlier import Rows, Summary, fleet_z, residuals, robust_z, summarise
 from asyncrl.learner.table import Table
 from asyncrl.sections.sentinel import SentinelSection
+from asyncrl.types import fewest_sound
 from asyncrl.wire import AlarmMsg
 
 POOL = 8
@@ -263,8 +264,11 @@ class Sentinel:
             return None
         self._z[name] = zs = with_joint(zs)
         high = {k: z for k, z in zs.items() if z > READMIT_SHARE * self._s.z}
-        words = f"a probe of {len(part.names)} responses"
+        num = sum(n[2] == name for n in probes.names)
+        words = f"a probe of {num} responses"
         text = f"{words} is clean" if not high else f"{words} still has {_words(high)}"
+        # Updates go on while it is sampled: what is too old to train is too old to judge.
+        text += f"; {len(part.names)} of them were young enough" * (len(part.names) < num)
         return Order(name, not high, text, self._boots.get(name, ""))
 
     def _act(self, faulty: Mapping[str, str], state: Mapping[str, Any]) -> list[Order | None]:
@@ -298,11 +302,6 @@ class Sentinel:
 def with_joint(zs: dict[str, float]) -> dict[str, float]:
     """Also the sum of two by sqrt(2), which is a z again: the signals are nearly independent (Stouffer's method)."""
     return zs | ({"joint": sum(zs.values()) / math.sqrt(2)} if len(zs) == 2 else {})
-
-
-def fewest_sound(num_alive: int) -> int:
-    """So many living generators must stay out of quarantine: half of them, and one."""
-    return max(1, -(-num_alive // 2))
 
 
 def _bare(rows: Rows, both: Part, known: NDArray[np.bool_], mine: NDArray[np.bool_]) -> list[Summary]:

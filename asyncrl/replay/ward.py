@@ -8,13 +8,9 @@ from asyncrl import wire
 from asyncrl.replay.evals import Evaluations
 from asyncrl.replay.peers import Peers
 from asyncrl.replay.queue import ReplayQueue
+from asyncrl.types import fewest_sound
 
 log = logging.getLogger(__name__)
-
-
-def fewest_sound(num_alive: int) -> int:
-    """So many living generators must stay out of quarantine: half of them, and one."""
-    return max(1, -(-num_alive // 2))
 
 
 class Ward:

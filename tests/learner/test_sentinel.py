@@ -9,9 +9,8 @@ import pytest
 
 from asyncrl.config import validate
 from asyncrl.learner.recorder import Recorder, absent
-from asyncrl.learner.sentinel import Order, Sentinel, fewest_sound, part_of, scale_of, signal_of
+from asyncrl.learner.sentinel import Order, Sentinel, part_of, scale_of, signal_of
 from asyncrl.learner.table import Table
-from asyncrl.replay import ward
 from asyncrl.sections.sentinel import SentinelSection
 
 SIZE = 8
@@ -227,11 +226,6 @@ def test_a_generator_alone_is_not_judged():
     fleet, sentinel = Fleet(11, 1), Sentinel(SentinelSection())
     assert fleet.run(sentinel, 10) == []
     assert sentinel.scalars(fleet.state()) == {"sentinel/g0/quarantined": 0.0}
-
-
-@pytest.mark.parametrize(("alive", "fewest"), [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3), (8, 4)])
-def test_both_sides_agree_how_many_must_stay(alive, fewest):
-    assert fewest_sound(alive) == ward.fewest_sound(alive) == fewest
 
 
 def test_half_of_the_living_stay_in_and_an_alarm_says_so():

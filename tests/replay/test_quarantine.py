@@ -21,8 +21,7 @@ from asyncrl.replay.quarantine import (
     rules_of,
 )
 from asyncrl.replay.queue import ReplayQueue
-from asyncrl.replay.ward import fewest_sound
-from asyncrl.types import Version
+from asyncrl.types import Version, fewest_sound
 from tests.replay.net import publish
 from tests.replay.support import MODEL, answer, deliver, fill, make_prompts, make_queue
 from tests.replay.test_simulation import CASES, GENERATORS, Simulation

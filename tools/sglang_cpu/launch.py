@@ -10,7 +10,7 @@ from pathlib import Path
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 import torch
-from torch.library import Library
+from torch import library
 
 
 def declare_torchvision():
@@ -21,12 +21,12 @@ def declare_torchvision():
     spec = importlib.util.find_spec("torchvision")
     try:
         for folder in spec.submodule_search_locations if spec else ():
-            for library in Path(folder).glob("_C*.so"):
-                torch.ops.load_library(library)
+            for file in Path(folder).glob("_C*.so"):
+                torch.ops.load_library(file)
                 return None
     except OSError:
         pass  # as torchvision does itself
-    ops = Library("torchvision", "DEF")
+    ops = library.Library("torchvision", "DEF")
     ops.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     ops.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return ops
