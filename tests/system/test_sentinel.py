@@ -73,7 +73,7 @@ def test_a_fault_that_a_resync_cures_is_found_cured_and_let_in_again(start_run, 
     assert len(ids) == len(set(ids))
     assert not [i for i in ids if i.startswith("probe/")]
     last = run.updates()[-1]
-    assert last["replay/dropped/quarantined"] > 0
+    # Whether any of its groups lay in the queue at that moment is chance: tests/replay/test_quarantine.py evicts them.
     assert last["replay/idle/quarantined"] > 0
     signals = ("drift", "log_ratio", "joint")
     assert max(z for s in signals for z in history(run, f"sentinel/bad/{s}_z")) > SentinelSection().z
