@@ -28,7 +28,7 @@ FAST = $(wildcard tests/algos tests/metrics tests/replay tests/tasks tests/trans
 
 # Two files of tests at a time, each file in one process: many tests wait for something. TEST_JOBS=0: all in one process.
 TEST_JOBS ?= 2
-SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadfile
+SIDE_BY_SIDE = -n $(TEST_JOBS) --dist loadfile --max-worker-restart 0
 
 # Debian packages of `make test-system`; .ci/run installs them.
 SYSTEM_PACKAGES := openssh-server openssh-client iproute2 slurm-wlm munge chromium fonts-dejavu-core

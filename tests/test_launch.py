@@ -29,7 +29,11 @@ case "$*" in
         [ "$REPLAY_STATUS" = stay ] && echo tcp://127.0.0.1:1 > "$run_dir/replay.address"
         end "$REPLAY_STATUS" ;;
     "-m asyncrl generate"*) echo "$*"; end "$GENERATOR_STATUS" ;;
-    "-m asyncrl learn"*) echo "$*"; end "$LEARNER_STATUS" ;;
+    "-m asyncrl learn"*)
+        echo "$*"
+        # A learner never ends before the last generator is there.
+        until grep -qs -- "--id g1" "$run_dir/logs/g1.log"; do sleep 0.1; done
+        end "$LEARNER_STATUS" ;;
     *) exec {python} "$@" ;;
 esac
 """

@@ -36,7 +36,7 @@ time.sleep(60)
 """
 
 
-def wait_until(condition, timeout_s=10.0):
+def wait_until(condition, timeout_s=120.0):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if condition():
@@ -60,12 +60,12 @@ def test_stop_ends_a_stubborn_child_and_the_grandchild_in_its_own_session(tmp_pa
     grandchild = int((tmp_path / "log").read_text())
     assert stop_all([child], 1.0) == ["stubborn"]
     assert child.returncode == -signal.SIGKILL
-    assert wait_until(lambda: gone(grandchild), 5)
+    assert wait_until(lambda: gone(grandchild))
 
 
 def test_stop_of_a_child_that_already_ended_keeps_its_status(tmp_path):
     child = start("quick", [sys.executable, "-c", "raise SystemExit(3)"], dict(os.environ), tmp_path / "log")
-    child.process.wait(20)
+    child.process.wait(120)
     assert stop_all([child], 1.0) == []
     assert child.returncode == 3
 
@@ -75,9 +75,9 @@ def test_a_role_dies_with_a_killed_parent():
     pid = int(parent.stdout.readline())
     assert not gone(pid)
     parent.kill()
-    parent.wait(10)
+    parent.wait(60)
     parent.stdout.close()
-    assert wait_until(lambda: gone(pid), 10)
+    assert wait_until(lambda: gone(pid))
 
 
 # What a process with torch does on a busy host: its interpreter takes seconds to end.
@@ -111,7 +111,7 @@ def test_the_cause_is_the_last_traceback_before_torchruns():
 def test_without_either_the_last_lines_stand_for_the_cause(tmp_path):
     code = "print(*range(40), sep=chr(10))"
     child = start("chatty", [sys.executable, "-c", code], dict(os.environ), tmp_path / "log")
-    child.process.wait(20)
+    child.process.wait(120)
     assert child.cause().splitlines()[-2:] == ["38", "39"]
 
 
@@ -120,13 +120,13 @@ def test_the_cause_is_that_of_the_last_attempt_in_a_log_that_goes_on(tmp_path):
     for word in ("first", "second"):
         code = f"print('12:00 replay ERROR asyncrl: RunError: {word}'); raise SystemExit(1)"
         child = start("replay", [sys.executable, "-c", code], dict(os.environ), log)
-        child.process.wait(20)
+        child.process.wait(120)
     assert log.read_text().count("RunError") == 2
     assert child.cause() == "12:00 replay ERROR asyncrl: RunError: second"
     assert child.erred
     # A crash after an attempt that ended with its own error is not one of its own.
     child = start("replay", [sys.executable, "-c", "raise KeyError('x')"], dict(os.environ), log)
-    child.process.wait(20)
+    child.process.wait(120)
     assert child.returncode == 1 and not child.erred
     assert "KeyError" in child.cause() and "RunError" not in child.cause()
 

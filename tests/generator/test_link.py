@@ -122,7 +122,7 @@ def test_hello_is_said_now_and_then_though_replay_answers(monkeypatch):
 
 def test_silence_is_met_with_a_ping_and_then_with_hello(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PING_S", 0.5)
-    monkeypatch.setattr(module, "SILENCE_S", 2.0)
+    monkeypatch.setattr(module, "SILENCE_S", 6.0)
     file = tmp_path / "replay.address"
     server = Server("tcp://127.0.0.1:*")
     publish_address(file, server.address)

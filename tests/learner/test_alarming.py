@@ -186,13 +186,13 @@ def wait_for(condition, timeout_s=60):
 
 def test_a_command_that_hangs_is_killed_with_what_it_started_and_nobody_waits_for_it(tmp_path, caplog):
     commands, file = Commands(tmp_path / "log"), tmp_path / "pid"
-    commands.start([sys.executable, "-c", HANG, str(file)], "f_2", {}, 5.0)  # returns at once
+    commands.start([sys.executable, "-c", HANG, str(file)], "f_2", {}, 10.0)  # returns at once
     commands.start([sys.executable, "-c", TELL, str(tmp_path / "next")], "truncation", {"n": 1}, 60.0)
     wait_for(lambda: file.exists() and file.read_text())
     assert commands.failures == 0
     wait_for((tmp_path / "next").exists)  # its turn came
     assert commands.failures == 1 and gone(int(file.read_text()))
-    assert "took longer than alarms.command_timeout_s=5 and was killed" in caplog.text
+    assert "took longer than alarms.command_timeout_s=10 and was killed" in caplog.text
     commands.close(10)
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import psutil
 import pytest
@@ -30,6 +31,10 @@ READY = 'echo "12:00 replay INFO x: serving at tcp://127.0.0.1:4711"; echo "12:0
 
 # In a role's script: wait until the launcher has said it.
 ASIDE = "until grep -qs 'set aside' said; do sleep 0.1; done"
+
+# In the learner's script: wait until the last role has its job, or replay its second one.
+ALL = "until [ -s g1.jobs ]; do sleep 0.1; done"
+AGAIN = 'until [ "$(wc -l < replay.jobs)" = 2 ]; do sleep 0.1; done'
 
 
 class Stubs:
@@ -70,7 +75,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_replay_comes_first_and_the_rest_hears_its_address(run, capfd):
-    status, reach = run(learner="exit 0")
+    status, reach = run(learner=f"{ALL}; exit 0")
     assert status == 0
     (replay,), (learner,), (g1,) = (reach.jobs(n) for n in ("replay", "learner", "g1"))
     assert "connect: null" in replay["config"] and replay["fresh"] == "runs/run/replay.snapshot"
@@ -99,7 +104,7 @@ def test_a_replay_that_ends_before_it_serves_ends_the_run(run, script, status):
 
 def test_a_lost_replay_is_started_again_at_its_port_and_joined_again(run, capfd):
     again = f'{READY}; [ "$n" = 1 ] && sleep 0.5 && kill -9 $$'
-    status, reach = run(replay=again, learner="sleep 3; exit 0")
+    status, reach = run(replay=again, learner=f"{AGAIN}; exit 0")
     assert status == 0
     first, second = reach.jobs("replay")
     assert "127.0.0.1:*" in first["config"] and "bind: tcp://127.0.0.1:4711" in second["config"]
@@ -165,8 +170,14 @@ def test_a_run_without_generators_left_ends(run, capfd):
     assert "every generator ended" in capfd.readouterr().err
 
 
-def test_a_signal_stops_all(run, capfd):
-    threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+def test_a_signal_stops_all(run, tmp_path):
+    def stop():
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "g1.jobs").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop, daemon=True).start()
     status, reach = run()
     assert status == 143 and reach.jobs("g1")
 

@@ -22,7 +22,7 @@ from asyncrl.types import Group
 from asyncrl.wire import Buffer
 from tests.replay.support import MODEL, make_prompts, response
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """Longest wait for a message that is under way."""
 
 
@@ -132,6 +132,15 @@ class Net:
         while any(self.socket.came[name] < count for name, count in self.sent.items()):
             assert time.monotonic() < deadline, f"sent {self.sent}, came {self.socket.came}"
             self.server.step(0.01)
+
+    def lose(self, peer: Peer) -> None:
+        """The peer goes away; waits at most WAIT_S until the server's socket knows, without a step of the server."""
+        peer.client.close()
+        self.peers.remove(peer)
+        deadline = time.monotonic() + WAIT_S
+        while self.socket.send(peer.identity, [b"x"]):
+            assert time.monotonic() < deadline, f"{peer.name} is still there"
+            time.sleep(0.01)
 
     def learner(self, rank: int = 0) -> Peer:
         return self.peer(f"learner-{rank}", "learner")

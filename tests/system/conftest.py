@@ -33,11 +33,11 @@ SMALL = {
     "algorithm.rdc.q": 0.2,
     "learner.updates": 6,
     "eval.every": 2,
-    "run.shutdown_s": 8,
+    "run.shutdown_s": 30,
 }
 
 
-TIMEOUT_S = 600
+TIMEOUT_S = 900
 """Of one test. A run waits for its own deadlines; this one is for hangs, on a host that others load as well."""
 
 
@@ -55,7 +55,7 @@ class Run:
     folder: Path
     output: Path
 
-    def wait(self, timeout_s=150):
+    def wait(self, timeout_s=300):
         return self.process.wait(timeout_s)
 
     def records(self):
@@ -84,7 +84,7 @@ class Run:
         found = [p for p in self.processes() if word in p.info["cmdline"]]
         return found[0] if found else None
 
-    def wait_for(self, condition, timeout_s=90):
+    def wait_for(self, condition, timeout_s=240):
         """Waits until condition() is true; the run must still be going. At most timeout_s."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -133,7 +133,7 @@ def start_run(tmp_path, char_model):
         if run.process.poll() is None:
             run.process.send_signal(signal.SIGTERM)
             try:
-                run.process.wait(20)
+                run.process.wait(40)
             except subprocess.TimeoutExpired:
                 run.process.kill()
         for p in run.processes():

@@ -54,7 +54,8 @@ def test_an_alarm_stops_the_run_which_goes_on_from_the_checkpoint_before_it(star
     assert all(int(n[1:].removesuffix(".alarm")) >= line["since"] for n in left if n.endswith(".alarm"))
 
     again = start_run("stopped", resume=True, **{"alarms.truncation.actions": "[log]"})
-    again.wait_for(lambda: sum(r.get("run/epoch") == 1 for r in again.updates()) >= 6, 120)
+    again.wait_for(lambda: sum(r.get("run/epoch") == 1 for r in again.updates()) >= 6)
+    again.wait_for(lambda: len(alarms(again, "truncation")) >= 3)
     new = [r for r in again.updates() if r.get("run/epoch") == 1]
     assert new[0]["update"] == good[0] and new[0]["alarm/truncation"] == 0.0
     # What an alarm of the undone updates said is taken back; the tuned threshold is in force still.

@@ -16,7 +16,7 @@ LONG = {"learner.updates": 100000, "eval.every": 0}
 
 def assert_everything_ends(run, status):
     """The run ends with this status and leaves no process and no port; no role outlasted run.shutdown_s."""
-    assert run.wait(60) == status, run.text()
+    assert run.wait(150) == status, run.text()
     assert_clean(run)
 
 
@@ -34,7 +34,7 @@ def test_a_signal_during_start_up_ends_everything(start_run):
     run = start_run("early", **LONG)
     run.wait_for(lambda: run.role("replay") is not None)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130
+    assert run.wait(150) == 130
     assert run.processes() == []
 
 
@@ -52,8 +52,8 @@ def test_a_killed_supervisor_takes_its_children_along(start_run):
     run = start_run("orphans", **LONG)
     run.wait_for(lambda: len(run.updates()) >= 1)
     run.process.kill()
-    run.process.wait(10)
-    deadline = time.monotonic() + 30
+    run.process.wait(60)
+    deadline = time.monotonic() + 120
     while run.processes() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert run.processes() == []
@@ -72,7 +72,7 @@ def test_a_killed_generator_is_replaced_and_its_leases_come_back(start_run):
     run.wait_for(lambda: len(first_epoch()) == 64)
     run.wait_for(lambda: "g0" in {c["generator_id"] for c in run.committed()[-200:]} and len(run.updates()) > at + 20)
     run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.text()
+    assert run.wait(150) == 130, run.text()
     ids = [c["group_id"] for c in run.committed()]
     assert len(ids) == len(set(ids)) > 64
     assert "generator g0 ended with status -9; started again" in run.output.read_text()
@@ -112,7 +112,7 @@ def test_bad_settings_are_refused_before_anything_starts(tmp_path, char_model):
         done = subprocess.run(
             [sys.executable, "-m", "asyncrl", "run", str(ROOT / "configs/quickstart.yaml"), f"model.path={char_model}",
              f"run.dir={tmp_path / 'runs'}", wrong],
-            capture_output=True, text=True, timeout=60, cwd=ROOT,
+            capture_output=True, text=True, timeout=240, cwd=ROOT,
         )  # fmt: skip
         assert done.returncode == 2
         assert wrong.split("=")[0] in done.stderr

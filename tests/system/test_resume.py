@@ -17,7 +17,7 @@ from tests.system.conftest import ROOT, SMALL
 
 UPDATES = 9
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 """Importing torch again takes its time; every wait below has a limit of its own."""
 
 
@@ -63,7 +63,7 @@ class Roles:
     def lines(self):
         return [json.loads(line) for line in (self.folder / "committed.jsonl").read_text().splitlines()]
 
-    def wait_for(self, condition, timeout_s=180):
+    def wait_for(self, condition, timeout_s=240):
         """Waits until condition() is true; no role may end before. At most timeout_s."""
         ended = {}
         for _ in range(timeout_s * 10):
@@ -99,9 +99,9 @@ def roles(tmp_path, char_model):
 
 def finish(run):
     assert run.running["learner"].wait(240) == 0, run.text()
-    assert run.running["replay"].wait(60) == 0, run.text()
+    assert run.running["replay"].wait(120) == 0, run.text()
     for name in ("g0", "g1"):
-        assert run.running[name].wait(60) == 0, run.text()
+        assert run.running[name].wait(120) == 0, run.text()
     assert (run.folder / "model").is_dir() and not (run.folder / "checkpoints").exists()
 
 

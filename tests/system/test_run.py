@@ -51,7 +51,8 @@ def test_two_generators_and_two_ranks_train_to_the_end(start_run, char_model):
     ids = [c["group_id"] for c in committed]
     assert len(ids) == len(set(ids)) == 24
     assert {c["outcome"] for c in committed} == {"trained"}
-    assert {c["generator_id"] for c in committed} == {"g0", "g1"}
+    # One of them may be ready so late that the other has sampled everything: test_weights.py waits for both.
+    assert {c["generator_id"] for c in committed} <= {"g0", "g1"}
     assert {name for r in run.records() for name in r if not is_known(name)} == {"update", "time"}
     saved = load_config(run.folder / "config.yaml")
     assert saved.learner.ranks == 2

@@ -7,14 +7,14 @@ from asyncrl.metrics.sink import timeline
 from asyncrl.replay.journal import surviving
 from tests.system.test_supervision import assert_books
 
-EPOCH = 16
-"""Updates of one data epoch: 64 prompts, 4 in each update."""
+EPOCH = 32
+"""Updates of one data epoch, 4 prompts in each: long enough that no stop comes after its end."""
 
 
 def assert_one_epoch(run):
     """Each prompt once, each update once, in both books and in TensorBoard."""
     assert_books(run, EPOCH)
-    assert len({c["group_id"] for c in surviving(run.committed())}) == 64
+    assert len({c["group_id"] for c in surviving(run.committed())}) == 4 * EPOCH
     steps = [r for r in timeline(run.records()) if "policy/reward" in r]
     assert [r["update"] for r in steps] == list(range(EPOCH))
     assert steps[-1]["run/checkpoint_failures"] == 0
@@ -51,7 +51,13 @@ def assert_finished(run, at):
 
 def test_a_run_that_was_stopped_goes_on_and_trains_every_prompt_of_the_epoch_once(start_run):
     # No checkpoint is due before the end: only the last one of the stop is there.
-    changes = {"learner.updates": EPOCH, "learner.checkpoint_every": 100, "eval.every": 0, "run.shutdown_s": 60}
+    changes = {
+        "learner.updates": EPOCH,
+        "task.train_size": 4 * EPOCH,
+        "learner.checkpoint_every": 100,
+        "eval.every": 0,
+        "run.shutdown_s": 60,
+    }
     run = start_run("stopped", **changes)
     run.wait_for(lambda: len(run.updates()) >= 3)
     at = stop(run)

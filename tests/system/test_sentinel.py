@@ -41,7 +41,7 @@ def generator(tmp_path):
     yield start
     for process in started:
         process.send_signal(signal.SIGTERM)
-        process.wait(60)
+        process.wait(120)
 
 
 def history(run, name):

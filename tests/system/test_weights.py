@@ -1,13 +1,29 @@
 """Whole runs with the weights on the network: two generators that pull every version from the learner."""
 
+import signal
+
 import pytest
 
 from asyncrl.transport import keys
 from asyncrl.weights.place import directory_of
 from tests.system.test_run import assert_clean, assert_lag_bound
 
-# Long enough for several heartbeats, which say what a generator holds.
+# As long as it takes until both generators trained the policy; they may be ready at very different times.
+LONG = {"learner.updates": 100000, "eval.every": 20}
 LONGER = {"learner.updates": 40, "eval.every": 20}
+
+
+def train_until_both_took_part(run):
+    """Groups of both generators are committed, and a record says of both that they hold a later version."""
+    both = ("g0", "g1")
+
+    def took_part():
+        held = [max((r.get(f"generator/{g}/version", 0.0) for r in run.updates()), default=0.0) for g in both]
+        return min(held) > 0 and {c["generator_id"] for c in run.committed()} == set(both)
+
+    run.wait_for(took_part, 300)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.text()
 
 
 def assert_loaded_over_the_network(run):
@@ -17,9 +33,6 @@ def assert_loaded_over_the_network(run):
     assert last["weights/chunks"] >= 4 and last["weights/bytes"] > 0
     assert [last[f"weights/{name}"] for name in ("unsent", "refused")] == [0.0, 0.0]
     assert last["generator/failed_loads"] == 0.0
-    for name in ("g0", "g1"):
-        assert max(r.get(f"generator/{name}/version", 0.0) for r in run.updates()) > 0
-    assert {c["generator_id"] for c in run.committed()} == {"g0", "g1"}
     logs = [(run.folder / "logs" / f"{name}.log").read_text() for name in ("g0", "g1")]
     assert not [log for log in logs if "was not loaded" in log]
 
@@ -27,10 +40,10 @@ def assert_loaded_over_the_network(run):
 @pytest.mark.long
 def test_two_generators_pull_their_weights_whole(start_run):
     changes = {"generator.count": 2, "weights.carrier": "zmq", "weights.delta": False}
-    run = start_run("zmq", **changes, **LONGER)
-    assert run.wait() == 0, run.text()
+    run = start_run("zmq", **changes, **LONG)
+    train_until_both_took_part(run)
     assert_clean(run)
-    assert [r["update"] for r in run.updates()] == list(range(40))
+    assert [r["update"] for r in run.updates()] == list(range(len(run.updates())))
     assert_lag_bound(run, 4)
     assert_loaded_over_the_network(run)
 
@@ -45,10 +58,10 @@ def test_generators_with_a_key_pull_their_weights(start_run, tmp_path):
         "weights.carrier": "zmq",
         "weights.bind": "tcp://*:*",
     }
-    run = start_run("curve", **changes, **LONGER)
-    assert run.wait() == 0, run.text()
+    run = start_run("curve", **changes, **LONG)
+    train_until_both_took_part(run)
     assert_clean(run)
-    assert [r["update"] for r in run.updates()] == list(range(40))
+    assert [r["update"] for r in run.updates()] == list(range(len(run.updates())))
     assert_lag_bound(run, 4)
     assert_loaded_over_the_network(run)
     assert run.updates()[-1].get("weights/refused_unknown_key", 0.0) == 0.0

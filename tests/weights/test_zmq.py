@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +69,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return list(a) == list(b) and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "did not happen"
@@ -323,7 +324,7 @@ def test_garbage_is_refused_and_counted(publisher: Publisher, caplog: pytest.Log
         messages.Get(9, 0, 0),
     ):
         client.send([messages.seal(request)])
-        reply = messages.open_reply(client.recv(20.0) or [])
+        reply = messages.open_reply(client.recv(60.0) or [])
         assert isinstance(reply, messages.Kept) and reply.token is None and reply.versions == ((0, 1),)
     client.close()
     assert same(read(source, V1), weights())
@@ -338,15 +339,15 @@ def test_a_stalled_receiver_delays_nobody(publisher: Publisher, relay: Callable[
     slow = relay(source, hold_after=6 * MB)
     with ThreadPoolExecutor(3) as pool:
         stalled = pool.submit(read, slow.source, V1)
-        assert slow.held.wait(20)
+        assert slow.held.wait(120)
         others = [pool.submit(read, source, V1) for _ in range(2)]
-        assert all(same(other.result(20), first) for other in others)
+        assert all(same(other.result(120), first) for other in others)
         publisher.publish(V2, second.items())
         assert same(read(source, V2), second)
         assert not stalled.done()
         slow.release()
         # Two newer versions or not: what a reader is in the middle of stays.
-        assert same(stalled.result(30), first)
+        assert same(stalled.result(120), first)
 
 
 READ = """
@@ -363,11 +364,11 @@ def test_a_receiver_killed_in_mid_transfer(publisher: Publisher, relay: Callable
     between = relay(source, hold_after=6 * MB)
     victim = subprocess.Popen([sys.executable, "-c", READ, between.source])
     try:
-        wait_for(lambda: between.held.is_set() or victim.poll() is not None, 60)
+        wait_for(lambda: between.held.is_set() or victim.poll() is not None)
         assert victim.poll() is None
     finally:
         victim.kill()
-        victim.wait(10)
+        victim.wait(60)
     between.release()
     assert same(read(source, V1), sent)
     publisher.publish(V2, weights().items())
@@ -382,10 +383,10 @@ def test_a_broken_connection_is_mended(publisher: Publisher, relay: Callable[...
     between = relay(publisher.publish(V1, sent.items()), hold_after=6 * MB)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, between.source, V1)
-        assert between.held.wait(20)
+        assert between.held.wait(120)
         between.cut()
         between.release()
-        assert same(reading.result(60), sent)
+        assert same(reading.result(120), sent)
     # What was on its way was lost, and only that was sent again.
     assert 6 < publisher.counters["chunks"] <= 6 + 6
 
@@ -397,7 +398,7 @@ def test_a_publisher_replaced_in_mid_transfer(relay: Callable[..., Relay]):
     between = relay(before.source, hold_after=6 * MB)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, between.source, V1)
-        assert between.held.wait(20)
+        assert between.held.wait(120)
         between.cut()
         before.close()
         after = Publisher(address)
@@ -405,7 +406,7 @@ def test_a_publisher_replaced_in_mid_transfer(relay: Callable[..., Relay]):
         after.publish(V1, second.items())
         between.release()
         with pytest.raises(WeightSyncError, match=r"was replaced after \d of 6 chunks of version 0\.1"):
-            reading.result(60)
+            reading.result(120)
         assert same(read(between.source, V1), second)
     after.close()
 
@@ -417,17 +418,17 @@ def test_a_version_dropped_in_mid_transfer(relay: Callable[..., Relay], hold_s: 
     between = relay(publisher.publish(V1, sent.items()), hold_after=6 * MB)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, between.source, V1)
-        assert between.held.wait(20)
+        assert between.held.wait(120)
         for update in range(2, 7):
             publisher.publish(Version(0, update), weights(update).items())
         # The chunks that had been asked for are lost with the connection.
         between.cut()
         between.release()
         if hold_s:
-            assert same(reading.result(60), sent)
+            assert same(reading.result(120), sent)
         else:
             with pytest.raises(WeightSyncError, match=r"version dropped by .* after \d of 6 chunks.* it has 0\.6"):
-                reading.result(60)
+                reading.result(120)
     assert newest(publisher.source) == Version(0, 6)
     publisher.close()
 
@@ -532,7 +533,7 @@ def test_a_header_that_contradicts_itself_is_refused(changes: dict[str, object])
                 read(SCHEME + server.address, V1, timeout_s=20.0)
         finally:
             stop.set()
-            serving.result(30)
+            serving.result(120)
     server.close()
 
 
@@ -627,7 +628,7 @@ def follow(source: str, last: Version, late_s: float) -> dict[str, Tensor]:
     """What a generator does: ask for the newest, read it, until `last` is there."""
     time.sleep(late_s)
     reader, held = Reader(), None
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         version = newest(source)
         if version is None or version == held:
@@ -656,7 +657,7 @@ def test_any_start_order_reaches_the_newest_version(seed: int):
         for update in range(5):
             time.sleep(rng.uniform(0, 0.04))
             publisher.publish(Version(0, update), weights(update).items())
-        assert all(same(reader.result(30), weights(4)) for reader in readers)
+        assert all(same(reader.result(120), weights(4)) for reader in readers)
     publisher.close()
 
 
@@ -669,13 +670,13 @@ def test_a_late_joiner_does_not_wait_for_the_next_version(publisher: Publisher):
 
 def test_publishing_while_others_read_never_mixes_versions():
     publisher = Publisher(keep=2)
-    stop = threading.Event()
+    stop, reads = threading.Event(), Counter[int]()
 
     def constant(update: int) -> dict[str, Tensor]:
         return {f"layer.{i}": torch.full((2 * MB,), update, dtype=torch.int16) for i in range(3)}
 
-    def watch() -> int:
-        reader, reads = Reader(), 0
+    def watch(number: int) -> None:
+        reader = Reader()
         while not stop.is_set():
             version = newest(publisher.source)
             assert version is not None
@@ -685,18 +686,21 @@ def test_publishing_while_others_read_never_mixes_versions():
                 assert "not offered" in str(exc) or "dropped" in str(exc)
                 continue
             assert all(bool((tensor == version.update).all()) for tensor in got.values())
-            reads += 1
-        return reads
+            reads[number] += 1
 
     publisher.publish(Version(0, 0), constant(0).items())
     with ThreadPoolExecutor(4) as pool:
-        watchers = [pool.submit(watch) for _ in range(2)]
+        watchers = [pool.submit(watch, number) for number in range(2)]
         # Two at a time: they are queued, never interleaved.
         published = [pool.submit(publisher.publish, Version(0, u), constant(u).items()) for u in range(1, 16)]
         for one in published:
-            one.result(60)
+            one.result(120)
+        # Each of them may have been overtaken every time until now.
+        wait_for(lambda: all(watcher.done() for watcher in watchers) or min(reads[0], reads[1]) > 0)
         stop.set()
-        assert all(watcher.result(60) > 0 for watcher in watchers)
+        for watcher in watchers:
+            watcher.result(120)
+        assert min(reads[0], reads[1]) > 0
     publisher.close()
 
 
@@ -730,11 +734,11 @@ def test_close_with_a_stalled_receiver_is_bounded(relay: Callable[..., Relay]):
     between = relay(publisher.publish(V1, large(18, 40).items()), hold_after=2 * MB)
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(read, between.source, V1, timeout_s=2.0)
-        assert between.held.wait(20)
+        assert between.held.wait(120)
         publisher.close()
         wait_for(lambda: not [t for t in threading.enumerate() if t.name == "weights"])
         with pytest.raises(WeightSyncError, match="no progress"):
-            reading.result(30)
+            reading.result(120)
 
 
 def test_another_process_reads_the_version(publisher: Publisher):
