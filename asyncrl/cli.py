@@ -13,7 +13,9 @@ import typer
 
 from asyncrl.config import Config, load_config, save_config, to_yaml, validate
 from asyncrl.errors import AsyncRLError, ConfigError
+from asyncrl.evaluate import command as evaluation
 from asyncrl.lens import command as lens
+from asyncrl.samples import command as samples
 from asyncrl.watch import commands
 
 HELP = "Asynchronous RL for Mixture-of-Experts policies. Try: asyncrl run configs/quickstart.yaml"
@@ -54,12 +56,12 @@ def _role(name: str) -> None:
 def _prepare(config: Config, weights: bool = True, generates: bool = False) -> Path:
     """Checks that need the model folder, then the run folder with the resolved config.
 
-    weights: whether this role loads the model's weights; replay reads its config and tokenizer only. generates:
-    whether it is a generator.
+    weights: whether this role loads the model's weights; replay reads its config and tokenizer only, and is the one
+    that reads the files of the task. generates: whether it is a generator.
     """
     from asyncrl.preflight import preflight
 
-    preflight(config, weights, generates)
+    preflight(config, weights, generates, data=not weights)
     run_dir = config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
@@ -154,7 +156,7 @@ def config(
     """Check a config against its model and print it resolved, with what the model is and how much memory it takes."""
     from asyncrl.models.summary import summary
     from asyncrl.preflight import preflight
-    from asyncrl.tasks.chain_sum import longest_prompt
+    from asyncrl.tasks import longest_prompt
 
     if (model is None) == (not arguments):
         raise ConfigError("asyncrl config takes either CONFIG files or --model PATH")
@@ -187,7 +189,7 @@ def _memory(config: Config, longest_prompt: int, device_gib: float | None) -> li
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.")],
     step: Annotated[
-        str, typer.Argument(metavar="STEP", help="Number of an update that has a checkpoint; last; or final.")
+        str, typer.Argument(metavar="STEP", help="Number of an update that has a checkpoint; last; final; or best.")
     ],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="The folder to write.")],
     dtype: Annotated[
@@ -261,6 +263,8 @@ def keys_revoke(
 
 commands.register(app)
 lens.register(app)
+samples.register(app)
+evaluation.register(app)
 
 
 def main() -> None:

@@ -7,10 +7,12 @@ result. Loops take their section, leaves take plain values.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+import xxhash
 from pydantic import BaseModel, ValidationError, model_validator
 
 from asyncrl import rules, rules_engine
@@ -25,10 +27,14 @@ from asyncrl.sections.fleet import (
     RunSection,
     WeightsSection,
 )
-from asyncrl.sections.policy import ChainSumTask, ModelSection, SamplingSection
+from asyncrl.sections.policy import ModelSection, SamplingSection
 from asyncrl.sections.sentinel import SentinelSection
+from asyncrl.sections.task import TaskSection
 from asyncrl.sections.training import AlgorithmSection, LearnerSection, StalenessSection
 from asyncrl.suggest import explain
+
+SHOWN = 2000
+"""Characters of a setting that roles tell each other: lists of sources may be longer than any message takes."""
 
 
 class Config(Section):
@@ -36,7 +42,7 @@ class Config(Section):
 
     run: RunSection = RunSection()
     model: ModelSection
-    task: ChainSumTask = ChainSumTask()
+    task: TaskSection = TaskSection()
     sampling: SamplingSection = SamplingSection()
     generator: GeneratorSection = GeneratorSection()
     replay: ReplaySection = ReplaySection()
@@ -77,7 +83,8 @@ class Config(Section):
     def shared_settings(self) -> dict[str, str]:
         """Values by key, as JSON, that all roles of a run must agree on: another value would corrupt the data.
 
-        Prompts, rewards and responses are made by one role from them and read by another.
+        Prompts, rewards and responses are made by one role from them and read by another. Of a value that is longer
+        than SHOWN there is the beginning and a hash.
         """
         a, s = self.algorithm, self.sampling
         values: dict[str, Any] = {f"task.{k}": v for k, v in self.task.model_dump(mode="json").items()}
@@ -89,18 +96,28 @@ class Config(Section):
             "algorithm.group_size": a.group_size,
             "algorithm.groups_per_update": a.groups_per_update,
             "algorithm.routes": a.routes,
+            "algorithm.truncated": a.truncated,
+            "algorithm.truncated_penalty": a.truncated_penalty,
+            "algorithm.overlong_buffer": a.overlong_buffer,
             "staleness.sync_every": self.staleness.sync_every,
             "staleness.max_lag": self.staleness.max_lag,
             "staleness.updates_per_take": self.staleness.updates_per_take,
             "learner.updates": self.learner.updates,
         }
-        return {key: json.dumps(value) for key, value in values.items()}
+        return {key: _shown(json.dumps(value)) for key, value in values.items()}
 
     @model_validator(mode="after")
     def _cross_field_rules(self) -> Config:
         for problem in (*rules.problems(self), *rules_engine.problems(self)):
             raise ValueError(problem)
         return self
+
+
+def _shown(text: str) -> str:
+    if len(text) <= SHOWN:
+        return text
+    digest = xxhash.xxh3_64_hexdigest(text.encode())
+    return f"{text[: SHOWN // 2]}... ({len(text)} characters with hash {digest})"
 
 
 def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[str] = ()) -> Config:
@@ -119,7 +136,10 @@ def load_config(paths: str | Path | Sequence[str | Path], overrides: Sequence[st
         merged = DictConfig({})
         for name, layer in [*((f"config file {str(f)!r}", _layer(f)) for f in files), *map(_override, overrides)]:
             try:
-                merged.merge_with(layer)
+                if isinstance(layer, _Place):
+                    layer.set(merged)
+                else:
+                    merged.merge_with(layer)
             except TypeError as exc:
                 # OmegaConf's own for a section that meets a list.
                 raise ConfigError(f"{name} puts a list where a section stands, or a section into a list") from exc
@@ -148,10 +168,32 @@ def _override(item: str) -> tuple[str, Any]:
     """One key=value, with its name for messages."""
     from omegaconf import OmegaConf
 
-    key, sign, _ = item.partition("=")
+    key, sign, value = item.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"override {item!r} is not key=value")
+    if re.search(r"\[\d+\]", key):
+        return f"override {item!r}", _Place(key.strip(), OmegaConf.from_dotlist([f"value={value}"])["value"])
     return f"override {item!r}", OmegaConf.from_dotlist([item])
+
+
+class _Place(NamedTuple):
+    """A value for a place in a list, such as task.train[0].path."""
+
+    key: str
+    value: Any
+
+    def set(self, tree: Any) -> None:
+        """Put it there. Raises ConfigError when the list has no such place."""
+        from omegaconf import OmegaConf
+
+        entry = self.key[: self.key.index("]") + 1]
+        try:
+            found = OmegaConf.select(tree, entry)
+        except (IndexError, TypeError, ValueError):
+            found = None
+        if found is None:
+            raise ConfigError(f"override {self.key}: there is no {entry} in the config files; add it to one of them")
+        OmegaConf.update(tree, self.key, self.value)
 
 
 def read_overrides(items: Sequence[str]) -> dict[str, Any]:
@@ -166,7 +208,11 @@ def read_overrides(items: Sequence[str]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for item in items:
         try:
-            tree = OmegaConf.to_container(_override(item)[1], resolve=True)
+            layer = _override(item)[1]
+            if isinstance(layer, _Place):
+                out[layer.key] = layer.value
+                continue
+            tree = OmegaConf.to_container(layer, resolve=True)
         except (OmegaConfBaseException, YAMLError) as exc:
             raise ConfigError(f"cannot read {item!r}: {exc}") from exc
         out |= _values(tree)
@@ -206,10 +252,18 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the config, sections included."""
+    """Every dotted key of the config, sections included; a key of the sections in a list as `task.train[].path`."""
     keys: list[str] = []
     for name, info in model.model_fields.items():
         keys.append(prefix + name)
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
             keys += known_keys(info.annotation, f"{prefix}{name}.")
+        elif (section := listed(info.annotation)) is not None:
+            keys += known_keys(section, f"{prefix}{name}[].")
     return keys
+
+
+def listed(annotation: Any) -> type[BaseModel] | None:
+    """The section of which an annotation allows a list; None for any other."""
+    inner = get_args(annotation)[:1] if get_origin(annotation) is tuple else ()
+    return next((a for a in inner if isinstance(a, type) and issubclass(a, BaseModel)), None)

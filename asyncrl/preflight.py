@@ -16,7 +16,10 @@ from asyncrl.models.describe import describe, max_length
 from asyncrl.models.folder import weights_of
 from asyncrl.replay.limits import check_capacity, largest_group_bytes
 from asyncrl.sections.fleet import ReplaySection
-from asyncrl.tasks.chain_sum import check_sizes, longest_prompt
+from asyncrl.tasks import check as check_task
+from asyncrl.tasks import longest_prompt, user_reward
+from asyncrl.tasks.environments import check as environment_check
+from asyncrl.tasks.environments.observations import Observations
 from asyncrl.transport import keys
 from asyncrl.transport.address import is_loopback, parse, refuse_open
 from asyncrl.types import ModelInfo
@@ -24,11 +27,11 @@ from asyncrl.types import ModelInfo
 log = logging.getLogger(__name__)
 
 
-def preflight(config: Config, weights: bool = True, generates: bool = False) -> ModelInfo:
+def preflight(config: Config, weights: bool = True, generates: bool = False, data: bool = True) -> ModelInfo:
     """The learner's model. Raises ConfigError with a line per problem: key, value and remedy.
 
     weights: check also that the files with the weights are whole and readable, by their headers. generates: check also
-    what generators on this host need.
+    what generators on this host need. data: check also the task, and that its files are here and can be read.
     """
     info = _check_models(config)
     for note in rules_engine.notes(config):
@@ -38,7 +41,11 @@ def preflight(config: Config, weights: bool = True, generates: bool = False) -> 
         problems += preflight_sglang.faults(config, weights, generates)
     if weights:
         problems += _weight_faults(config)
+    if generates:
+        problems += _user_code_faults(config)
     for check in (_check_length, _check_task, lambda c: _check_memory(c, info), _check_network, _check_folders):
+        if check is _check_task and not data:
+            continue
         try:
             check(config)
         except ConfigError as exc:
@@ -46,6 +53,26 @@ def preflight(config: Config, weights: bool = True, generates: bool = False) -> 
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return info
+
+
+def _user_code_faults(config: Config) -> list[str]:
+    """A sentence each for task.reward and task.environment when they cannot be used.
+
+    They are imported in a process of their own: they are foreign code.
+    """
+    t, memory_bytes, problems = config.task, config.generator.reward_memory_bytes, []
+    try:
+        if t.reward is not None:
+            user_reward.check(t.reward, memory_bytes)
+    except TaskError as exc:
+        problems.append(str(exc))
+    try:
+        if t.environment is not None:
+            environment_check.check(t.environment, memory_bytes)
+            Observations(config.generator.model or config.model.path, t.chat)
+    except TaskError as exc:
+        problems.append(str(exc))
+    return problems
 
 
 def _weight_faults(config: Config) -> list[str]:
@@ -64,8 +91,13 @@ def _weight_faults(config: Config) -> list[str]:
 
 
 def _check_task(config: Config) -> None:
+    # A rule of runs, not of configs: `asyncrl eval` needs held-out sets alone.
+    if config.task.name == "sources" and not config.task.train:
+        raise ConfigError(
+            "task.train=[]: task.name=sources needs a list of sources; give each a path or a procedural (docs/data.md)"
+        )
     try:
-        check_sizes(config.task)
+        check_task(config.task)
     except TaskError as exc:
         raise ConfigError(str(exc)) from exc
 
@@ -149,7 +181,8 @@ def _check_length(config: Config) -> None:
             f"{holds}; set sampling.max_new_tokens <= {limit - prompt}"
             if prompt < limit
             else f"a prompt of up to {prompt} tokens leaves no room for sampling.max_new_tokens={new} in the {limit} "
-            f"tokens that {holds}; lower task.max_terms"
+            f"tokens that {holds}; lower "
+            + ("task.max_terms" if config.task.name == "chain_sum" else "task.max_prompt_tokens")
         )
 
 

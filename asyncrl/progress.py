@@ -50,7 +50,7 @@ class View:
     def add(self, record: Record) -> None:
         """Take in one record of metrics.jsonl."""
         self.latest |= {k: v for k, v in record.items() if isinstance(v, int | float)}
-        if "eval/sampled_accuracy" in record:
+        if "eval/sampled_accuracy" in record or "eval/greedy_accuracy" in record:
             pair = (number(record, "eval/sampled_accuracy"), number(record, "eval/greedy_accuracy"))
             self.accuracy[int(record["update"])] = pair
         if "policy/reward" in record:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from asyncrl import rules_task
+
 if TYPE_CHECKING:
     from asyncrl.config import Config
 
@@ -35,13 +37,7 @@ def problems(c: Config) -> Iterator[str]:
                 f"sampling.{key}={getattr(c.sampling, key)}: truncated sampling makes rollout log-probs incomparable "
                 f"with the learner's full distribution; set sampling.{key}={off}"
             )
-    if c.task.max_terms < max(c.task.min_terms, c.task.eval_min_terms):
-        yield (
-            f"task.max_terms={c.task.max_terms} is smaller than task.min_terms={c.task.min_terms} or "
-            f"task.eval_min_terms={c.task.eval_min_terms}; raise task.max_terms"
-        )
-    if "{question}" not in c.task.template:
-        yield f"task.template={c.task.template!r} has no {{question}}; put it where the expression goes"
+    yield from rules_task.problems(c)
     edges = a.rdc.bucket_edges
     if edges is not None and not edges:
         yield (

@@ -6,6 +6,7 @@ Knows dotted names, type annotations and pydantic's error records; no section, n
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -82,12 +83,17 @@ _MAIN: Mapping[str, tuple[str, str, str]] = {
     "model": ("path", "FOLDER", "FOLDER"),
 }
 
-_EITHER: Mapping[str, str] = {"algorithm.rdc.buckets": "must be auto or a whole number, at least 1"}
+_EITHER: Mapping[str, str] = {
+    "algorithm.rdc.buckets": "must be auto or a whole number, at least 1",
+    "task.train[].options": "an option must be a text, a number, true or false",
+    "task.eval[].options": "an option must be a text, a number, true or false",
+}
 """Keys of which pydantic reports every alternative apart: one sentence for all of them."""
 
 _PATTERNS: Mapping[str, str] = {
     "^[A-Za-z0-9_][A-Za-z0-9._-]*$": "must be of letters, digits, '.', '_' and '-', and begin with a letter, "
-    "a digit or '_'"
+    "a digit or '_'",
+    r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$": "must be package.module:name",
 }
 """Patterns of names, in words."""
 
@@ -97,7 +103,7 @@ def meant(value: Any, annotation: Any) -> Any:
 
     Raises ValueError for any other boolean where none is expected: pydantic would read 1 or 0.
     """
-    if annotation is bool:
+    if annotation is bool or bool in get_args(annotation):
         return value
     if isinstance(value, bool):
         for word in _WORDS[value]:
@@ -123,7 +129,7 @@ def suggest(key: str, keys: Sequence[str]) -> str | None:
     """
     leaf = _leaf(key).lower().replace("-", "_")
     by_leaf: dict[str, str] = {}
-    for known in keys:
+    for known in sorted(keys, key=lambda k: "[]" in k):  # a key outside of lists is meant more often
         by_leaf.setdefault(_leaf(known), known)
     if leaf in by_leaf:
         return by_leaf[leaf]
@@ -146,23 +152,33 @@ def suggest(key: str, keys: Sequence[str]) -> str | None:
 
 def explain(error: Any, keys: Sequence[str]) -> Iterator[str]:
     """One line per problem of one pydantic error record; `keys` are the known dotted keys."""
-    path = [str(p) for p in error["loc"]]
+    path = list(error["loc"])
     if error["type"] == "extra_forbidden":
-        for key, value in _leaves(".".join(path), error["input"]):
+        for key, value in _leaves(_dotted(path), error["input"]):
             yield f"unknown key {key!r} (value {value!r}); {_hint(key, keys)}"
         return
-    if error["type"] == "missing" and ".".join(path) in keys:
-        yield _missing(".".join(path))
+    if error["type"] == "missing" and _dotted(path) in keys:
+        yield _missing(_dotted(path))
         return
     if error["type"] == "value_error" and not path:
         yield str(error["ctx"]["error"])
         return
     # what follows the key in a path is an index or the branch of a union, of no use to the reader
     branch = len(path)
-    while path and ".".join(path) not in keys:
+    while path and _general(_dotted(path)) not in keys:
         path.pop()
-    key = ".".join(path)
-    yield f"{key}={error['input']!r}: {_reason(error, key, len(path) < branch, keys)}"
+    key = _dotted(path)
+    yield f"{key}={error['input']!r}: {_reason(error, _general(key), len(path) < branch, keys)}"
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    """a.b for fields, a[0] for places of a list."""
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).removeprefix(".")
+
+
+def _general(key: str) -> str:
+    """The key as it is known: task.train[0].path is task.train[].path."""
+    return re.sub(r"\[\d+\]", "[]", key)
 
 
 def _hint(key: str, keys: Sequence[str]) -> str:
@@ -171,7 +187,10 @@ def _hint(key: str, keys: Sequence[str]) -> str:
         return (
             f"a {_leaf(key).removesuffix('s')} is a file of {folder} that goes after the run config, such as {example}"
         )
-    guess = suggest(key, keys)
+    guess = suggest(_general(key), keys)
+    if guess:
+        places = re.findall(r"\[\d+\]", key)
+        guess = re.sub(r"\[\]", lambda m: places.pop(0) if places else "[0]", guess)
     return f"did you mean {guess!r}?" if guess else "`asyncrl config` prints every key"
 
 

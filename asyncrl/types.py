@@ -6,6 +6,7 @@ K experts chosen per token, V version segments of one response.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,7 +41,8 @@ class Version(NamedTuple):
 class Prompt:
     """One task item: prompt token ids, what the reward needs, a stable id.
 
-    token_ids: int32 [P]. answer: the gold answer as text. source: name of the verifier.
+    token_ids: int32 [P]. answer: the gold answer as text. source: name of the verifier. data_source: name of the
+    source or evaluation set that it comes from. extra: JSON of what else a reward or an environment reads, or "".
     """
 
     prompt_id: str
@@ -48,6 +50,8 @@ class Prompt:
     text: str
     answer: str
     source: str
+    data_source: str = ""
+    extra: str = ""
 
 
 class Segment(NamedTuple):
@@ -67,7 +71,8 @@ class Trajectory:
     segments cover [0, T) in order; route_counts uint16 or uint32 [V, L, E]: how often each
     expert was chosen at the input positions that predict the loss-masked tokens of each segment;
     routes uint8 or uint16 [S - 1, L, K], or None when only the counts travel. Routes of rows below routes_from (of
-    S - 1) are unknown: they are in no count, and what stands there in routes means nothing.
+    S - 1) are unknown: they are in no count, and what stands there in routes means nothing. parts: named parts of the
+    reward, and what else was measured of the response (turns), for the metrics.
     """
 
     trajectory_id: str
@@ -80,6 +85,7 @@ class Trajectory:
     route_counts: NDArray[np.unsignedinteger] | None = None
     routes: NDArray[np.unsignedinteger] | None = None
     routes_from: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

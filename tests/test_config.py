@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Config, known_keys, load_config, save_config, validate
+from asyncrl.config import Config, known_keys, load_config, read_overrides, save_config, validate
 from asyncrl.errors import ConfigError
 from asyncrl.suggest import SYNONYMS
 
@@ -101,6 +101,41 @@ def test_regimes_are_those_of_the_table(name, sync_every, updates_per_take, max_
     assert config.responses_per_update == responses
     if name != "async":  # the synchronous regimes share one rollout batch
         assert responses * updates_per_take == 256
+
+
+@pytest.mark.parametrize("data", ["dapo", "gsm8k", "zebra"])
+def test_data_files_go_over_a_run_config(data):
+    config = load_config([ROOT / "configs/qwen3_30b_a3b.yaml", ROOT / f"configs/data/{data}.yaml"])
+    assert config.task.name == "sources" and config.task.train and config.task.eval
+
+
+def test_keys_in_lists_of_sources_are_known_by_their_place(tmp_path):
+    (tmp_path / "d.yaml").write_text(
+        "task:\n  name: sources\n  train: [{path: a.csv}, {path: b.csv, promptkey: q, size: many, options: {a: []}}]\n"
+        "  eval: [{path: c.csv, greedyy: true}]\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load_config([QUICKSTART, tmp_path / "d.yaml"])
+    said = str(caught.value)
+    assert "unknown key 'task.train[1].promptkey' (value 'q'); did you mean 'task.train[1].prompt_key'?" in said
+    assert "unknown key 'task.eval[0].greedyy' (value True); did you mean 'task.eval[0].greedy'?" in said
+    assert "task.train[1].size='many': Input should be a valid integer" in said
+    assert said.count("task.train[1].options=[]: an option must be a text, a number, true or false") == 1
+    assert {"task.train[].prompt_key", "task.eval[].samples"} <= set(known_keys())
+
+
+def test_an_override_reaches_into_a_list(tmp_path):
+    (tmp_path / "d.yaml").write_text("task: {name: sources, train: [{path: a.csv}, {path: b.csv}]}\neval: {every: 0}\n")
+    files = [QUICKSTART, tmp_path / "d.yaml"]
+    config = load_config(files, ["task.train[1].path=c.csv", "task.train[0].size=7"])
+    assert [(s.path, s.size) for s in config.task.train] == [("a.csv", 7), ("c.csv", None)]
+    assert read_overrides(["task.train[1].path=c", "eval.every=3"]) == {"task.train[1].path": "c", "eval.every": 3}
+    with pytest.raises(ConfigError, match=r"there is no task\.train\[2\] in the config files"):
+        load_config(files, ["task.train[2].path=c.csv"])
+    with pytest.raises(ConfigError, match=r"'task\.train\[0\]\.pth'.*did you mean 'task\.train\[0\]\.path'"):
+        load_config(files, ["task.train[0].pth=c.csv"])
+    with pytest.raises(ConfigError, match=r"there is no task\.eval\[0\]"):
+        load_config(files, ["task.eval[0].path=c.csv"])
 
 
 # --- merging -------------------------------------------------------------------------------------
@@ -222,6 +257,7 @@ def test_the_config_is_frozen():
         ("sampling.top_k=5", ["sampling.top_k=5", "set sampling.top_k=0"]),
         ("sampling.min_p=0.1", ["sampling.min_p=0.1", "set sampling.min_p=0"]),
         ("task.max_terms=2", ["task.max_terms=2", "raise task.max_terms"]),
+        ("task.reward=my_rewards.py", ["task.reward='my_rewards.py'", "must be package.module:name"]),
         ("task.template=Hello", ["task.template='Hello'", "no {question}"]),
         ("algorithm.rdc.bucket_edges=[8,4]", ["algorithm.rdc.bucket_edges=[8, 4]", "ascend"]),
         ("algorithm.ratio=behaviour", ["algorithm.ratio=behaviour", "set algorithm.correction.kind=none"]),

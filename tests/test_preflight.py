@@ -122,6 +122,30 @@ def test_a_training_set_that_cannot_be_drawn_is_refused(models):
         preflight(config(models / "moe", task={"max_terms": 3, "train_size": 5000}))  # 200 + 4000 - 400 held out
 
 
+def test_files_of_the_task_are_looked_at_where_they_are_read(models, tmp_path):
+    (tmp_path / "good.jsonl").write_text('{"problem": "p", "answer": "1"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"problem": null, "answer": "1"}\n')
+
+    def of(name, **keys):
+        task = {"name": "sources", "train": [{"path": str(tmp_path / name), **keys}], "max_prompt_tokens": 16}
+        return config(models / "moe", task=task, eval={"every": 0})
+
+    assert preflight(of("good.jsonl"))
+    with pytest.raises(ConfigError, match=r"task\.train\[0\]\.path=.*none\.jsonl' does not exist"):
+        preflight(of("none.jsonl"))
+    assert preflight(of("none.jsonl"), data=False)  # another host reads it
+    with pytest.raises(ConfigError, match=r"bad\.jsonl' line 1: column 'problem' is missing"):
+        preflight(of("bad.jsonl"))
+    with pytest.raises(ConfigError, match=r"task\.train\[0\]\.verifier='maths': no verifier"):
+        preflight(of("good.jsonl", verifier="maths"))
+
+
+def test_a_prompt_limit_that_fills_the_model_is_refused_by_its_key(models):
+    task = {"name": "sources", "train": [{"procedural": "zebra_grid"}], "max_prompt_tokens": 64}
+    with pytest.raises(ConfigError, match=r"leaves no room.*lower task\.max_prompt_tokens"):
+        preflight(config(models / "short", task=task, eval={"every": 0}))
+
+
 def test_a_capacity_below_one_take_is_refused_with_one_that_works(models):
     wrong = {"capacity_bytes": 65536}
     with pytest.raises(ConfigError, match=r"replay\.capacity_bytes=65536 .*set replay\.capacity_bytes >= ") as caught:
@@ -238,6 +262,14 @@ def test_weights_are_served_to_others_with_the_keys_of_replay_or_their_own(model
 def test_weights_that_other_hosts_cannot_or_can_have_are_said(models, caplog, weights, says):
     assert preflight(config(models / "moe", replay={"bind": "tcp://*:*", "security": "none"}, weights=weights))
     assert re.search(says, caplog.text)
+
+
+def test_a_reward_of_the_users_is_imported_elsewhere_where_responses_are_sampled(models):
+    task = {"reward": "tests.tasks.user_rewards:missing"}
+    with pytest.raises(ConfigError, match=r"task\.reward=.*has no function 'missing'; name a function as package"):
+        preflight(config(models / "moe", task=task), generates=True)
+    assert preflight(config(models / "moe", task=task))
+    assert preflight(config(models / "moe", task={"reward": "tests.tasks.user_rewards:plain"}), generates=True)
 
 
 def test_all_problems_are_reported_at_once(models):

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 import asyncrl.sections
-from asyncrl.config import Config
+from asyncrl.config import Config, listed
 
 HEAD = """# Settings
 
@@ -89,6 +89,8 @@ def section(model: type[BaseModel], prefix: str, docs: dict[Any, str], types: di
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             inner += section(annotation, f"{prefix}{name}.", docs, types)
             continue
+        if (entries := listed(annotation)) is not None:
+            inner += section(entries, f"{prefix}{name}[].", docs, types)
         default = "required" if info.is_required() else show(info.get_default(call_default_factory=True))
         owner = next(c.__name__ for c in model.__mro__ if (c.__name__, name) in types)
         text = docs.get((owner, name), "").replace("|", "\\|")

@@ -60,12 +60,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_intermixed_args(argv)  # settings may follow options
 
 
+def made_of(config: Config) -> dict[str, object]:
+    """The settings of the task by which the demonstrations are drawn and written."""
+    keys = {
+        "name", "min_terms", "max_terms", "digits", "train_size", "eval_size", "eval_min_terms", "seed", "template",
+        "chat", "answer",
+    }  # fmt: skip
+    return config.task.model_dump(mode="json", include=keys)
+
+
 def build(args: argparse.Namespace, config: Config) -> int:
     from demonstrations import Recipe
 
     chosen = {k: getattr(args, k) for k in ("seed", "steps", "batch") if getattr(args, k) is not None}
     recipe = Recipe(**chosen)
-    wanted = {"format": FORMAT, "recipe": recipe.to_dict(), "task": config.task.model_dump(mode="json")}
+    wanted = {"format": FORMAT, "recipe": recipe.to_dict(), "task": made_of(config)}
     if up_to_date(args.out, wanted):
         return 0
     args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.base import Engine, Source
+from asyncrl.engines.base import Engine, Source, Turn
 from asyncrl.types import Completion, ModelInfo, SamplingParams, Version
 
 
@@ -33,9 +33,14 @@ class Around:
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """n samples of one prompt [P]; EngineError."""
-        return await self._engine.generate(prompt_ids, n, sampling, limit_s, cut)
+        return await self._engine.generate(prompt_ids, n, sampling, limit_s, cut, turn)
+
+    def forget(self, conversation: str) -> None:
+        """Free what is kept of a conversation."""
+        self._engine.forget(conversation)
 
     async def load(self, version: Version, source: Source) -> None:
         """Load weights; WeightSyncError."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,17 @@ class Source(Protocol):
         ...
 
 
+class Turn(NamedTuple):
+    """One request of a conversation: its prompt is all that came before, token for token.
+
+    conversation: a name, unique in the engine until `forget`. rows: route rows that the caller has of it: those of the
+    completion begin with row number `rows`. 0 for the first turn.
+    """
+
+    conversation: str
+    rows: int = 0
+
+
 class Engine(Protocol):
     """What a generator needs from an engine. All methods may be called from any thread."""
 
@@ -103,11 +114,19 @@ class Engine(Protocol):
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """N samples of one prompt [P]. EngineError when the request or the engine cannot be served.
 
         After limit_s, or when cut is set, it gives the samples that are finished, perhaps none, and stops the others.
+        turn: for n = 1, the next turn of a conversation. What the engine keeps of the turns before it is used again
+        only while the weights are those that made it; routes hold rows turn.rows to S - 2 (routes_from counts from
+        row 0 as ever).
         """
+        ...
+
+    def forget(self, conversation: str) -> None:
+        """Free what is kept of a conversation; unknown names are ignored."""
         ...
 
     async def load(self, version: Version, source: Source) -> None:
@@ -124,6 +143,19 @@ class Engine(Protocol):
     def close(self) -> None:
         """Stop; requests that wait fail with EngineError."""
         ...
+
+
+def check_turn(prompt_ids: NDArray[np.int32], n: int, turn: Turn | None) -> None:
+    """Raise EngineError when a request cannot be a turn of a conversation."""
+    if turn is None:
+        return
+    if n != 1:
+        raise EngineError(f"n={n} samples of a turn of conversation {turn.conversation!r}; ask for one")
+    if not 0 <= turn.rows < len(prompt_ids):
+        raise EngineError(
+            f"conversation {turn.conversation!r}: rows={turn.rows} of a prompt of {len(prompt_ids)} tokens are said to "
+            f"be known; at most {len(prompt_ids) - 1} can be, for the last one is computed now"
+        )
 
 
 def check_request(

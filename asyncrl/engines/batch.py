@@ -18,8 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from asyncrl.engines.conversations import Conversations, Routes
 from asyncrl.engines.decoder import Decoder, Prompts
-from asyncrl.engines.requests import Request, Row
+from asyncrl.engines.requests import Admitted, Request, Row
 from asyncrl.engines.rows import Outcome, Records, Rows
 from asyncrl.engines.sampler import draw, log_probs
 from asyncrl.errors import EngineError
@@ -41,6 +42,7 @@ class Batch:
         self.prompt_tokens = 0
         self.waiting: deque[Request] = deque()
         self.running: list[Row] = []
+        self.conversations = Conversations(decoder, max_rows)
         self._decoder = decoder
         self._info = info
         self._max_rows = max_rows
@@ -62,13 +64,30 @@ class Batch:
 
     @torch.inference_mode()
     def cancel(self, request: Request, error: EngineError | None = None) -> None:
-        """Free its rows and its place in the queue; it ends with error (default: cancelled)."""
+        """Free its rows, its place in the queue and its conversation; it ends with error (default: cancelled)."""
+        if request.turn is not None and not request.ended:
+            self.conversations.forget(request.turn.conversation)
+            request.forgotten = True
         self._stop(request, error or EngineError("the request was cancelled"))
 
     @torch.inference_mode()
     def cut(self, request: Request) -> None:
-        """As cancel, but it ends well, with the samples that are finished."""
+        """Free its rows and its place in the queue; it ends well, with the samples that are finished.
+
+        Of a conversation the prompt is kept.
+        """
+        for number, row in enumerate(self.running):
+            # What older weights made of the prompt is in no segment of a turn that asks for it again.
+            if row.request is request and not row.through_load:
+                self._keep(number, row, request.prompt_ids, row.prompt_routes)
         self._stop(request, None)
+
+    def forget(self, conversation: str) -> None:
+        """Free what is kept of a conversation, and keep nothing of its turn that runs or waits."""
+        self.conversations.forget(conversation)
+        for request in (*self.waiting, *(row.request for row in self.running)):
+            if request.conversation == conversation:
+                request.forgotten = True
 
     def _stop(self, request: Request, error: EngineError | None) -> None:
         if request.ended:
@@ -79,7 +98,13 @@ class Batch:
         request.end(error)
 
     def set_version(self, version: Version) -> None:
-        """Tokens from now on carry `version`; running responses go on and get a new segment."""
+        """Weights were loaded: tokens from now on carry `version`, running responses go on and get a new segment.
+
+        What is kept of conversations is dropped, also when it is the same version again.
+        """
+        self.conversations.clear()
+        for row in self.running:
+            row.through_load = True
         if version == self.version:
             return
         self.version = version
@@ -92,47 +117,67 @@ class Batch:
         rows, chosen = self._rows, self._admissible()
         if not self.running and not chosen:
             return
-        prompts = self._prompts(chosen) if chosen else None
+        prompts, known = self._prompts(chosen) if chosen else (None, [])
         length = int(rows.positions.max()) + 1 if self.running else 0
         result = self._decoder.forward(rows.tokens, rows.positions, length, prompts)
         if result.routes_ALK is not None:
             self._records.put_routes(rows.records, rows.new_tokens - 1, result.routes_ALK)
-        self._add(chosen, result.prompt_routes_PSLK)
+        self._add(chosen, known, result.prompt_routes_PSLK)
         self.steps += 1
         self._emit(result.logits_BV)
 
-    def _admissible(self) -> list[tuple[Request, int]]:
-        """The requests at the head of the queue that fit now, with how many samples of each."""
-        chosen: list[tuple[Request, int]] = []
+    def _admissible(self) -> list[Admitted]:
+        """The requests at the head of the queue that fit now: only new prompts, or only conversations that go on."""
+        chosen: list[Admitted] = []
         free, longest = self._max_rows - len(self.running), 0
         for request in self.waiting:
             samples = min(request.n - request.started, self._max_rows)
-            longest = max(longest, len(request.prompt_ids))
-            if samples > free or (chosen and (len(chosen) + 1) * longest > _PREFILL_TOKENS):
+            if samples > free:
                 break
-            chosen.append((request, samples))
+            name, prompt = request.conversation, request.prompt_ids
+            # Of two turns of one name at once, the second finds nothing.
+            is_next = name is not None and all(name != a.request.conversation for a in chosen)
+            start = self.conversations.start_of(name, prompt) if name is not None and is_next else 0
+            longest = max(longest, len(prompt) - start)
+            if chosen and (bool(start) != bool(chosen[0].start) or (len(chosen) + 1) * longest > _PREFILL_TOKENS):
+                break
+            chosen.append(Admitted(request, samples, start))
             free -= samples
         return chosen
 
-    def _prompts(self, chosen: list[tuple[Request, int]]) -> Prompts:
-        """The prompts of the chosen requests, each once, with room for their samples."""
-        ids = [request.prompt_ids for request, _ in chosen]
+    def _prompts(self, chosen: list[Admitted]) -> tuple[Prompts, list[Routes | None]]:
+        """What is to be run of the prompts of the chosen requests, each once, with room for their samples.
+
+        Also the known routes of what is not.
+        """
+        ids = [request.prompt_ids[start:] for request, _, start in chosen]
         lengths = [len(prompt) for prompt in ids]
         padded = np.zeros((len(ids), max(lengths)), dtype=np.int64)
         for line, prompt in zip(padded, ids, strict=True):
             line[: len(prompt)] = prompt
-        self._decoder.reserve(max(len(r.prompt_ids) + r.sampling.max_new_tokens for r, _ in chosen))
-        self._records.reserve(max(r.sampling.max_new_tokens for r, _ in chosen))
+        self._decoder.reserve(max(len(a.request.prompt_ids) + a.request.sampling.max_new_tokens for a in chosen))
+        self._records.reserve(max(a.request.sampling.max_new_tokens for a in chosen))
         self.prompt_tokens += sum(lengths)
-        source = [i for i, (_, samples) in enumerate(chosen) for _ in range(samples)]
-        return Prompts(self._tensor(padded), self._tensor(lengths), self._tensor(source))
+        known = [self._take(len(self.running) + i, admitted) for i, admitted in enumerate(chosen)]
+        source = [i for i, admitted in enumerate(chosen) for _ in range(admitted.samples)]
+        starts = self._tensor([start for *_, start in chosen]) if chosen[0].start else None
+        return Prompts(self._tensor(padded), self._tensor(lengths), self._tensor(source), starts), known
 
-    def _add(self, chosen: list[tuple[Request, int]], routes_PSLK: Tensor | None) -> None:
+    def _take(self, row: int, admitted: Admitted) -> Routes | None:
+        """Put what is kept of a conversation into the row that it gets; its routes."""
+        name = admitted.request.conversation
+        return None if name is None or not admitted.start else self.conversations.take(name, row, admitted.start)
+
+    def _add(self, chosen: list[Admitted], known: list[Routes | None], routes_PSLK: Tensor | None) -> None:
         routes = None if routes_PSLK is None else self._to_numpy(routes_PSLK)
-        for i, (request, samples) in enumerate(chosen):
-            self._add_rows(request, samples, None if routes is None else routes[i, : len(request.prompt_ids)])
+        for i, (request, samples, start) in enumerate(chosen):
+            own = None if routes is None else routes[i, : len(request.prompt_ids) - start]
+            before = known[i]
+            if own is not None and before is not None:
+                own = np.concatenate((before, own))
+            self._add_rows(request, samples, own)
 
-    def _add_rows(self, request: Request, samples: int, routes: NDArray[np.unsignedinteger] | None) -> None:
+    def _add_rows(self, request: Request, samples: int, routes: Routes | None) -> None:
         sampling, numbers = request.sampling, range(request.started, request.started + samples)
         stop = self._rows.stop_set(sampling.stop_token_ids, self._info.vocab_size)
         fixed = [len(request.prompt_ids), sampling.max_new_tokens, stop]
@@ -183,12 +228,13 @@ class Batch:
             if rows is not None:
                 # The last token was never fed: S - 1 rows.
                 rows = np.concatenate((rows, routes_np[i, : length - 1]))
+            self._keep(at[i], row, np.concatenate((row.request.prompt_ids, tokens_np[i, : length - 1])), rows)
             row.request.by_sample[row.sample] = Completion(
                 tokens_np[i, :length],
                 logprobs_np[i, :length],
                 row.segments(length),
                 "stop" if stopped[at[i]] else "length",
-                rows,
+                rows if rows is None or row.request.turn is None else rows[row.request.turn.rows :],
             )
         self._drop(at)
         failed = [row.request for i, row in enumerate(leaving) if broken[at[i]]]
@@ -199,6 +245,11 @@ class Batch:
         for row in leaving:
             if row.request.complete:
                 row.request.end(None)
+
+    def _keep(self, number: int, row: Row, token_ids: NDArray[np.int32], routes: Routes | None) -> None:
+        """Keep these tokens of a row, if it is a turn whose conversation may go on."""
+        if row.request.conversation is not None:
+            self.conversations.keep(row.request.conversation, number, token_ids, routes)
 
     def _drop(self, leaving: list[int]) -> None:
         """Free rows and close the gaps with the last running ones."""

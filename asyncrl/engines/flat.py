@@ -75,9 +75,8 @@ class FlatDecoder:
         """One pass over the tokens of the running rows and of all new prompts; only attention tells them apart."""
         rows, tokens, positions = len(tokens_A), tokens_A, positions_A
         if prompts is not None:
-            count, padded = prompts.tokens_PS.shape
             tokens = torch.cat((tokens_A, prompts.tokens_PS.reshape(-1)))
-            positions = torch.cat((positions_A, self._positions[:padded].repeat(count)))
+            positions = torch.cat((positions_A, self._begin(rows, prompts)))
         x = self._flat.embed[tokens]
         rotation = self._rotations[positions][:, None]
         self._cache.begin(positions_A, length)
@@ -87,12 +86,21 @@ class FlatDecoder:
                 x = _rest_of_layer(layer, x, mixed)
         return self._result(x, rows, prompts)
 
+    def _begin(self, rows: int, prompts: Prompts) -> Tensor:
+        """Positions of the prompts' tokens and pads [P * S]."""
+        if prompts.starts_P is not None:
+            return self._cache.begin_extend(rows, prompts).reshape(-1)
+        count, padded = prompts.tokens_PS.shape
+        return self._positions[:padded].repeat(count)
+
     def _attention(self, i: int, rows: int, prompts: Prompts | None, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         if prompts is None:
             return self._cache.step(i, *qkv)
         q, k, v = qkv
         cut = rows * self._flat.kv_heads
-        mixed = self._cache.prefill(i, rows, prompts, (q[cut:], k[cut:], v[cut:]))
+        new = (q[cut:], k[cut:], v[cut:])
+        begins = prompts.starts_P is None
+        mixed = self._cache.prefill(i, rows, prompts, new) if begins else self._cache.extend(i, new)
         return torch.cat((self._cache.step(i, q[:cut], k[:cut], v[:cut]), mixed)) if rows else mixed
 
     def _result(self, x: Tensor, rows: int, prompts: Prompts | None) -> Forward:
@@ -130,6 +138,14 @@ class FlatDecoder:
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy cached positions between rows."""
         self._cache.move(source, target, length)
+
+    def save(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a row's first `length` positions."""
+        return self._cache.save(row, length)
+
+    def restore(self, row: int, saved: tuple[Tensor, Tensor]) -> None:
+        """Row begins with what was saved."""
+        self._cache.restore(row, saved)
 
     def clear(self, first: int) -> None:
         """Zero rows first and above."""

@@ -1,7 +1,8 @@
 """Keeps new weights and running responses apart, for weights.on_load abort and drain. Knows any engine.
 
 The gate closes before weights change: requests that come then wait at it. Those that run are waited for (drain), or
-stopped, and sampled again behind the gate what was not finished (abort). So no response carries two versions.
+stopped, and sampled again behind the gate what was not finished (abort). So no response carries two versions; an
+episode may, from one turn to the next.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl.engines.around import Around
-from asyncrl.engines.base import Broadcast, Engine, Source
+from asyncrl.engines.base import Broadcast, Engine, Source, Turn
 from asyncrl.engines.worker import in_thread
 from asyncrl.types import Completion, SamplingParams, Version
 
@@ -67,6 +68,7 @@ class Gate(Around):
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """As the engine. limit_s includes the time at the gate; samples of one request may differ in their version."""
         loop = asyncio.get_running_loop()
@@ -81,7 +83,7 @@ class Gate(Around):
                     sampling = replace(sampling, seed=sampling.seed + n)
             running = _Running()
             left_s = None if until is None else max(0.0, until - loop.time())
-            finished += await self._run(running, prompt_ids, n - len(finished), sampling, left_s, cut)
+            finished += await self._run(running, prompt_ids, n - len(finished), sampling, left_s, cut, turn)
             if len(finished) >= n or not running.aborted:
                 break
         return finished
@@ -98,14 +100,14 @@ class Gate(Around):
 
     async def _run(
         self, running: _Running, prompt_ids: NDArray[np.int32], n: int, sampling: SamplingParams,
-        limit_s: float | None, cut: asyncio.Event | None,
+        limit_s: float | None, cut: asyncio.Event | None, turn: Turn | None,
     ) -> list[Completion]:  # fmt: skip
         """One request to the engine. Nothing is awaited between the open gate and the entry here."""
         self._running.add(running)
         self._idle.clear()
         passed_on = None if cut is None else asyncio.create_task(_pass_on(cut, running.cut))
         try:
-            return await self._engine.generate(prompt_ids, n, sampling, limit_s, running.cut)
+            return await self._engine.generate(prompt_ids, n, sampling, limit_s, running.cut, turn)
         finally:
             if passed_on is not None:
                 passed_on.cancel()

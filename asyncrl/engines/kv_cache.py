@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from asyncrl.engines.decoder import Prompts
+from asyncrl.engines.decoder import Prompts, continued
 
 
 class KvCache:
@@ -86,6 +86,42 @@ class KvCache:
         self._values[layer, rows, :, :padded] = v[prompts.source_N]
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0, enable_gqa=True)
         return mixed.transpose(1, 2).reshape(count * padded, -1)
+
+    def begin_extend(self, first: int, prompts: Prompts) -> Tensor:
+        """The next `extend` puts prompts after what rows first... hold. Returns their positions [P, S].
+
+        Pads are not written: they could lie beyond the capacity.
+        """
+        assert prompts.starts_P is not None
+        self._seen, positions_PS, real_PS = continued(prompts)
+        at = real_PS.nonzero()
+        self._real, self._row_n, self._position_n = real_PS, first + at[:, 0], positions_PS[real_PS]
+        self._rows = slice(first, first + len(prompts.starts_P))
+        self._mask = (self._columns[: self._seen] <= positions_PS[..., None])[:, None]
+        return positions_PS
+
+    def extend(self, layer: int, qkv: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Causal attention of the new tokens to what their rows hold and to each other. As `step`, A = P * S."""
+        (count, padded), groups = self._real.shape, self._shape[2]
+        k, v = (part.reshape(count, padded, groups, self._head_dim)[self._real] for part in qkv[1:])
+        keys, values = self._keys[layer], self._values[layer]
+        keys[self._row_n, :, :, self._position_n] = k
+        values[self._row_n, :, self._position_n] = v
+        q = qkv[0].reshape(count, padded, -1, self._head_dim).transpose(1, 2)
+        keys = keys[self._rows, ..., : self._seen].transpose(2, 3).contiguous()
+        values = values[self._rows, :, : self._seen]
+        mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=self._mask, scale=1.0, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(count * padded, -1)
+
+    def save(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """Copies of a row's first `length` keys [L, G, D, length] and values [L, G, length, D], L layers."""
+        return self._keys[:, row, ..., :length].clone(), self._values[:, row, :, :length].clone()
+
+    def restore(self, row: int, saved: tuple[Tensor, Tensor]) -> None:
+        """Write what was saved to the beginning of a row."""
+        keys, values = saved
+        self._keys[:, row, ..., : keys.shape[-1]] = keys
+        self._values[:, row, :, : values.shape[2]] = values
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` positions of rows source to rows target."""

@@ -10,6 +10,7 @@ C positions, V vocabulary, L MoE layers, K experts per token.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from asyncrl.engines.decoder import Decoder, Forward, Prompts
+from asyncrl.engines.decoder import Decoder, Forward, Prompts, continued
 from asyncrl.models.routes import RouteHook
 
 log = logging.getLogger(__name__)
@@ -82,15 +83,27 @@ class RecomputeDecoder:
         """Copy tokens between rows."""
         self._tokens[target] = self._tokens[source]
 
+    def save(self, row: int, length: int) -> Any | None:
+        """None: a row that goes on is run from its first token all the same."""
+        return None
+
+    def restore(self, row: int, saved: Any) -> None:
+        """Nothing was saved."""
+        raise NotImplementedError("nothing was saved")
+
     def clear(self, first: int) -> None:
         """Token numbers are always finite."""
 
 
 class CachedDecoder(RecomputeDecoder):
-    """Keeps keys and values of every layer by row: families whose layers are all softmax attention."""
+    """Keeps keys and values of every layer by row: families whose layers are all softmax attention.
+
+    saves: false for a model that cannot go on from what was saved.
+    """
 
     def __init__(self, model: PreTrainedModel, hook: RouteHook | None, rows: int) -> None:
         super().__init__(model, hook, rows)
+        self.saves = True
         self._cache = _RowCache(rows)
 
     def reserve(self, length: int) -> None:
@@ -100,20 +113,29 @@ class CachedDecoder(RecomputeDecoder):
 
     def _step(self, tokens_A: Tensor, positions_A: Tensor, length: int) -> tuple[Tensor, Tensor | None]:
         self._cache.begin_step(positions_A, length)
-        call = {"attention_mask": self._masks(positions_A, length), "position_ids": positions_A[:, None]}
+        positions_A1 = positions_A[:, None]
+        call = {"attention_mask": self._masks(positions_A1, length), "position_ids": positions_A1}
         with nullcontext() if self._hook is None else self._hook.record():
             logits = self._model(input_ids=tokens_A[:, None], cache=self._cache, use_cache=True, **call).logits
         routes_ALK = None if self._hook is None else self._hook.native[:, :, 0].transpose(0, 1)
         return logits[:, -1], routes_ALK
 
     def _prefill(self, prompts: Prompts, first: int) -> tuple[Tensor, Tensor | None]:
+        if prompts.starts_P is not None:
+            return self._extend(prompts, first)
         self._cache.begin_prefill(first, prompts.source_N)
         return self._run(prompts.tokens_PS, prompts.lengths_P - 1, cache=self._cache, use_cache=True)
 
-    def _masks(self, positions_A: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks [A, 1, 1, C], by layer type where the family has sliding layers."""
+    def _extend(self, prompts: Prompts, first: int) -> tuple[Tensor, Tensor | None]:
+        seen, positions_PS, real_PS = continued(prompts)
+        self._cache.begin_extend(first, positions_PS, real_PS, seen)
+        call = {"attention_mask": self._masks(positions_PS, seen), "position_ids": positions_PS}
+        return self._run(prompts.tokens_PS, prompts.lengths_P - 1, cache=self._cache, **(call | {"use_cache": True}))
+
+    def _masks(self, positions_AS: Tensor, length: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks [A, 1, S, C] of new tokens, by layer type where the family has sliding layers."""
         config = self._model.config.get_text_config()
-        columns, wide = torch.arange(length, device=positions_A.device), positions_A[:, None]
+        columns, wide = torch.arange(length, device=positions_AS.device), positions_AS[..., None]
         full = self._additive(columns <= wide)
         window = getattr(config, "sliding_window", None)
         if not window:
@@ -124,12 +146,20 @@ class CachedDecoder(RecomputeDecoder):
 
     def _additive(self, seen: Tensor) -> Tensor:
         bias = torch.zeros(seen.shape, dtype=self._model.dtype, device=seen.device)
-        return bias.masked_fill_(~seen, torch.finfo(bias.dtype).min)[:, None, None]
+        return bias.masked_fill_(~seen, torch.finfo(bias.dtype).min)[:, None]
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy tokens and cached positions between rows."""
         super().move(source, target, length)
         self._cache.move(source, target, length)
+
+    def save(self, row: int, length: int) -> list[list[Tensor]] | None:
+        """Keys and values [G, length, D] of every layer."""
+        return self._cache.save(row, length) if self.saves else None
+
+    def restore(self, row: int, saved: list[list[Tensor]]) -> None:
+        """Row begins with what was saved; its tokens before that are asked for by nobody."""
+        self._cache.restore(row, saved)
 
     def clear(self, first: int) -> None:
         """Zero rows first and above."""
@@ -143,6 +173,7 @@ class _RowCache(Cache):
         super().__init__(layers=[])
         self._rows = rows
         self._capacity = 0
+        self._real: Tensor | None = None
         self._states: dict[int, list[Tensor]] = {}
         self._source: Tensor | None = None
 
@@ -160,7 +191,13 @@ class _RowCache(Cache):
 
     def begin_step(self, positions_A: Tensor, length: int) -> None:
         """The next forward feeds one token per row."""
-        self._source, self._positions, self._length = None, positions_A, length
+        self._source, self._real, self._positions, self._length = None, None, positions_A, length
+
+    def begin_extend(self, first: int, positions_PS: Tensor, real_PS: Tensor, length: int) -> None:
+        """The next forward runs tokens after what rows first... hold; pads are not written."""
+        self._source, self._real, self._length = None, real_PS, length
+        self._rows_n, self._positions = first + real_PS.nonzero()[:, 0], positions_PS[real_PS]
+        self._extended = slice(first, first + len(real_PS))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store the new states; give back what this forward attends to."""
@@ -175,6 +212,10 @@ class _RowCache(Cache):
             for state, part in zip(states, new, strict=True):
                 state[rows, :, : part.shape[2]] = part[self._source]
             return new
+        if self._real is not None:
+            for state, part in zip(states, new, strict=True):
+                state[self._rows_n, :, self._positions] = part.transpose(1, 2)[self._real]
+            return tuple(state[self._extended, :, : self._length] for state in states)
         numbers = torch.arange(len(self._positions), device=self._positions.device)
         for state, part in zip(states, new, strict=True):
             state[numbers, :, self._positions] = part[:, :, 0]
@@ -187,6 +228,16 @@ class _RowCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Masks of a prefill cover the prompt; those of a step are given."""
         return query_length, 0
+
+    def save(self, row: int, length: int) -> list[list[Tensor]]:
+        """Copies of the first `length` positions, layer by layer."""
+        return [[state[row, :, :length].clone() for state in self._states[i]] for i in sorted(self._states)]
+
+    def restore(self, row: int, saved: list[list[Tensor]]) -> None:
+        """Write what was saved to the beginning of a row."""
+        for i, layer in zip(sorted(self._states), saved, strict=True):
+            for state, part in zip(self._states[i], layer, strict=True):
+                state[row, :, : part.shape[1]] = part
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first `length` positions."""
@@ -206,26 +257,43 @@ def _at(states_BS: Tensor, index_B: Tensor) -> Tensor:
     return states_BS[torch.arange(len(index_B), device=index_B.device), index_B]
 
 
+_ERRORS = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What a module raises that does not fit a cache which is not its own."""
+
+
 def cached_or_recompute(model: PreTrainedModel, hook: RouteHook | None, rows: int) -> Decoder:
     """A CachedDecoder if it agrees with a RecomputeDecoder on a trial, else the latter, with a warning."""
+    ours, theirs = CachedDecoder(model, hook, 2), RecomputeDecoder(model, hook, 2)
+    reason = _fault(lambda: _trial(model, ours, theirs), model)
+    if reason:
+        log.warning("model type %r decodes without a KV cache, slowly: %s", model.config.model_type, reason)
+        return RecomputeDecoder(model, hook, rows)
+    decoder = CachedDecoder(model, hook, rows)
+    reason = _fault(lambda: _trial_of_saves(model, ours, theirs), model)
+    if reason:
+        decoder.saves = False
+        log.warning(
+            "model type %r computes every turn of a conversation from its first token: %s",
+            model.config.model_type, reason,
+        )  # fmt: skip
+    return decoder
+
+
+def _fault(trial: Callable[[], float], model: PreTrainedModel) -> str:
+    """What is wrong with a trial; "" when nothing is."""
     try:
-        difference = _trial(model, CachedDecoder(model, hook, 2), RecomputeDecoder(model, hook, 2))
-    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as exc:
-        reason = f"{type(exc).__name__}: {exc}"
-    else:
-        # A wrong cache differs by the size of the logits, rounding by a few of its units.
-        if difference <= max(1e-4, 8 * torch.finfo(model.dtype).eps):
-            return CachedDecoder(model, hook, rows)
-        reason = f"its logits differ by {difference:.1e} of their size"
-    log.warning("model type %r decodes without a KV cache, slowly: %s", model.config.model_type, reason)
-    return RecomputeDecoder(model, hook, rows)
+        difference = trial()
+    except _ERRORS as exc:
+        return f"{type(exc).__name__}: {exc}"
+    # A wrong cache differs by the size of the logits, rounding by a few of its units.
+    is_good = difference <= max(1e-4, 8 * torch.finfo(model.dtype).eps)
+    return "" if is_good else f"its logits differ by {difference:.1e} of their size"
 
 
 @torch.inference_mode()
 def _trial(model: PreTrainedModel, first: Decoder, second: Decoder) -> float:
     """Largest difference of their logits over two ragged rows and a few steps, relative to the largest logit."""
-    vocab_size = min(13, int(model.config.get_text_config().vocab_size))
-    tokens = (torch.arange(48, device=model.device) % vocab_size).view(2, 24)
+    tokens, vocab_size = _trial_tokens(model)
     lengths = tokens.new_tensor([24, 5])
     prompts = Prompts(tokens, lengths, tokens.new_tensor([0, 1]))
     for decoder in (first, second):
@@ -234,6 +302,31 @@ def _trial(model: PreTrainedModel, first: Decoder, second: Decoder) -> float:
     for step in range(4):
         positions = lengths - 1 + step
         now = (positions % vocab_size, positions, 24 + step, None) if step else (nobody, nobody, 0, prompts)
-        ours, theirs = (decoder.forward(*now).logits_BV.float() for decoder in (first, second))
-        worst = max(worst, float((ours - theirs).abs().max() / theirs.abs().max()))
+        ours, theirs = (decoder.forward(*now).logits_BV for decoder in (first, second))
+        worst = max(worst, _difference(ours, theirs))
     return worst
+
+
+@torch.inference_mode()
+def _trial_of_saves(model: PreTrainedModel, first: Decoder, second: Decoder) -> float:
+    """After `_trial`: as there, when two rows go on from other beginnings of the first prompt, which first saved."""
+    tokens, _ = _trial_tokens(model)
+    line, both = tokens[:1], tokens.new_tensor([0, 1])
+    starts = (16, 20)
+    for row, saved in enumerate([first.save(0, start) for start in starts]):
+        first.restore(row, saved)
+    ends = torch.cat((line[:, 16:], line[:, 20:].repeat(1, 2)))
+    rest = Prompts(ends, tokens.new_tensor([8, 4]), both, tokens.new_tensor(starts))
+    whole = Prompts(line, tokens.new_tensor([24]), tokens.new_tensor([0, 0]))
+    ours, theirs = (d.forward(both[:0], both[:0], 0, p).logits_BV for d, p in ((first, rest), (second, whole)))
+    return _difference(ours, theirs)
+
+
+def _trial_tokens(model: PreTrainedModel) -> tuple[Tensor, int]:
+    """Two prompts of 24 tokens, and a bound on them."""
+    vocab_size = min(13, int(model.config.get_text_config().vocab_size))
+    return (torch.arange(48, device=model.device) % vocab_size).view(2, 24), vocab_size
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())

@@ -7,23 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from asyncrl.engines.base import Turn
 from asyncrl.errors import EngineError
 from asyncrl.types import Completion, SamplingParams, Segment, Version
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """n samples of one prompt. on_end is called once, by the batch, with error set or the completions there."""
+    """n samples of one prompt. on_end is called once, by the batch, with error set or the completions there.
+
+    turn: of a conversation (n = 1). forgotten: nobody wants its next turn.
+    """
 
     prompt_ids: NDArray[np.int32]
     n: int
     sampling: SamplingParams
     on_end: Callable[[Request], None]
+    turn: Turn | None = None
+    forgotten: bool = False
     completions: list[Completion] = field(default_factory=list)
     started: int = 0
     running: int = 0
@@ -36,6 +43,11 @@ class Request:
         """True when every sample was started and none runs any more."""
         return self.started == self.n and self.running == 0
 
+    @property
+    def conversation(self) -> str | None:
+        """Name of the conversation whose next turn may come."""
+        return None if self.turn is None or self.forgotten else self.turn.conversation
+
     def end(self, error: EngineError | None) -> None:
         """Report the end; later calls do nothing."""
         if self.ended:
@@ -46,11 +58,19 @@ class Request:
         self.on_end(self)
 
 
+class Admitted(NamedTuple):
+    """So many samples of a request get rows now; its prompt is run from token `start` on."""
+
+    request: Request
+    samples: int
+    start: int
+
+
 @dataclass(slots=True, eq=False)
 class Row:
     """What Python keeps of a running row: whose it is, routes [P, L, K] of its prompt, versions and their first token.
 
-    generator is set for requests with a seed of their own.
+    generator is set for requests with a seed of their own. through_load: weights were loaded since it began.
     """
 
     request: Request
@@ -58,6 +78,7 @@ class Row:
     prompt_routes: NDArray[np.unsignedinteger] | None
     marks: list[tuple[Version, int]]
     generator: torch.Generator | None
+    through_load: bool = False
 
     def mark(self, version: Version, token: int) -> None:
         """Tokens from number `token` on are sampled under version; without a token a mark leaves no segment."""

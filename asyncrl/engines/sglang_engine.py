@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.base import Source, check_request
+from asyncrl.engines.base import Source, Turn, check_request, check_turn
 from asyncrl.engines.sglang import bodies
 from asyncrl.engines.sglang.client import Client
 from asyncrl.engines.sglang.loop_thread import LoopThread
@@ -121,23 +121,30 @@ class SglangEngine:
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """n samples of one prompt. Cancelling the task aborts them.
 
         Waits as long as the server shows signs of life. After limit_s, or when cut is set, it gives those that are
         finished, in order; the others are aborted, which may take answer_s more. EngineError when refused, unreachable
         or hung, or a reply makes no sense; RouteError or TrajectoryError for a sample that cannot be used.
+        turn: the whole prompt is sent, and the server finds what it has of it in its cache of prefixes, where nothing
+        of older weights counts; only routes from turn.rows on are asked for.
         """
         check_request(prompt_ids, n, sampling, self._info.vocab_size, self._max_length)
+        check_turn(prompt_ids, n, turn)
         if sampling.seed is not None:
             raise EngineError("SGLang takes a seed for the server (--random-seed), not for a request; leave it out")
-        group = Group(np.asarray(prompt_ids).tolist(), n, sampling)
+        group = Group(np.asarray(prompt_ids).tolist(), n, sampling, 0 if turn is None else turn.rows)
         watcher = None if cut is None else asyncio.ensure_future(self._pass_on(cut, group))
         try:
             return await self._thread.run(lambda: self._requests.sample(group, limit_s))
         finally:
             if watcher is not None:
                 watcher.cancel()
+
+    def forget(self, conversation: str) -> None:
+        """Nothing is kept here: the server has its own cache of prefixes."""
 
     async def load(self, version: Version, source: Source) -> None:
         """Load weights; requests that come meanwhile wait. WeightSyncError leaves the label as it was.

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl.engines.base import Source, check_request
+from asyncrl.engines.base import Source, Turn, check_request, check_turn
 from asyncrl.engines.batch import Batch
 from asyncrl.engines.choose import make_decoder
 from asyncrl.engines.requests import Request
@@ -91,7 +91,10 @@ class TorchEngine:
         return self._info
 
     def stats(self) -> dict[str, float]:
-        """Counters since start; gauges `running` rows and `waiting` requests. busy_s is time in decode steps."""
+        """Counters since start; gauges `running` rows, `waiting` requests, kept `conversations`.
+
+        busy_s is time in decode steps, reused_tokens those of prompts that a conversation had computed before.
+        """
         batch = self._batch
         return {
             "tokens": float(batch.tokens),
@@ -100,7 +103,9 @@ class TorchEngine:
             "steps": float(batch.steps),
             "loads": float(self._loads),
             "load_s": self._load_s,
+            "reused_tokens": float(batch.conversations.reused_tokens),
             "running": float(len(batch.running)),
+            "conversations": float(len(batch.conversations)),
             "waiting": float(len(batch.waiting)),
         }
 
@@ -111,6 +116,7 @@ class TorchEngine:
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """n samples of one prompt. EngineError when refused or failed; cancelling the task frees its rows.
 
@@ -118,12 +124,16 @@ class TorchEngine:
         freed. EngineError when the decoding thread does not come to that.
         sampling.seed: the same seed and weights give the same samples, up to rounding, whatever else runs;
         None takes the engine's own stream.
+        turn: at its end, keys, values and routes are kept for the next turn, which runs only the tokens that are new,
+        unless weights were loaded in between or max_rows other conversations were used since. Of a turn that was cut
+        the prompt is kept, of a cancelled one nothing.
         """
         check_request(prompt_ids, n, sampling, self._info.vocab_size, self._max_length)
+        check_turn(prompt_ids, n, turn)
         reply = self._worker.reply()
         settle = self._worker.settle
         request = Request(
-            np.asarray(prompt_ids), n, sampling, lambda ended: settle(reply, ended.completions, ended.error)
+            np.asarray(prompt_ids), n, sampling, lambda ended: settle(reply, ended.completions, ended.error), turn
         )
         self._worker.send(lambda: self._batch.submit(request))
         try:
@@ -140,6 +150,11 @@ class TorchEngine:
                 self._worker.send(lambda: self._batch.cancel(request))
             raise
         return completions
+
+    def forget(self, conversation: str) -> None:
+        """Free what is kept of a conversation."""
+        with contextlib.suppress(EngineError):  # the thread has ended, and with it all that was kept
+            self._worker.send(lambda: self._batch.forget(conversation))
 
     async def load(self, version: Version, source: Source) -> None:
         """Read and check in a worker thread, then copy between two decode steps; running responses go on.

@@ -270,7 +270,7 @@ class Generator:
         except OutOfTime:
             self.counters["timeouts"] += 1
             raise
-        self.counters["timeouts"] += len(group.trajectories) < self.config.algorithm.group_size
+        self.counters["timeouts"] += self.sampler.counters.pop("late", 0)
         frames = wire.encode_group(group)
         self.counters["groups"] += 1
         self.outbox.add(group.group_id, lease.lease_id, frames, time.monotonic())
@@ -373,7 +373,7 @@ class Generator:
                     # The answer names the newest version, so a missed announcement heals here.
                     await self.link.hello()
                 else:
-                    gauges = {k: float(v) for k, v in stats.items()} | self.counters
+                    gauges = {k: float(v) for k, v in stats.items()} | self.counters | self.sampler.gauges()
                     gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
                     gauges |= {"loading": float(self.loading), "tuned": float(self.tuned)}
                     beat_message = wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())

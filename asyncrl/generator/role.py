@@ -8,12 +8,15 @@ import signal
 from pathlib import Path
 
 from asyncrl.config import Config
+from asyncrl.generator.episodes import Episodes
 from asyncrl.generator.loop import Generator
 from asyncrl.generator.open_engine import open_engine
 from asyncrl.generator.sample import Sampler
 from asyncrl.models.describe import describe
 from asyncrl.tasks.base import read_stop_token_ids
-from asyncrl.tasks.pool import RewardPool
+from asyncrl.tasks.environments.observations import Observations
+from asyncrl.tasks.environments.pool import EnvironmentPool
+from asyncrl.tasks.pool import pool_of
 from asyncrl.tasks.text import Decoder
 from asyncrl.types import ModelInfo, SamplingParams
 
@@ -51,8 +54,11 @@ async def _serve(
     # The pool is closed first: it asks nothing of the engine, and its workers end at once.
     async with open_engine(config, run_dir, generator_id, info, sampling) as engine:
         with contextlib.ExitStack() as stack:
-            pool = stack.enter_context(RewardPool(config.generator.reward_workers, config.generator.reward_timeout_s))
-            sampler = Sampler(engine, pool, Decoder(model), info, config, generator_id, sampling.stop_token_ids)
+            pool = stack.enter_context(pool_of(config))
+            episodes = episodes_of(config, model, info, stack)
+            sampler = Sampler(
+                engine, pool, Decoder(model), info, config, generator_id, sampling.stop_token_ids, episodes
+            )
             place = config.replay.connect or run_dir / "replay.address"
             generator = Generator(config, place, sampler, generator_id)
             loop = asyncio.get_running_loop()
@@ -67,6 +73,16 @@ async def _serve(
                 else:
                     await generator.link.close()
     return 128 + generator.signal if generator.signal and not generator.over else 0
+
+
+def episodes_of(config: Config, model: str, info: ModelInfo, stack: contextlib.ExitStack) -> Episodes | None:
+    """What plays the episodes of task.environment, closed with the stack; None without one."""
+    g, t = config.generator, config.task
+    if t.environment is None:
+        return None
+    workers = EnvironmentPool(t.environment, g.environment_workers, g.reward_timeout_s, g.reward_memory_bytes)
+    pool = stack.enter_context(workers)
+    return Episodes(pool, Observations(model, t.chat), Decoder(model), info, t.max_turns)
 
 
 def run(config: Config, run_dir: Path, generator_id: str) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from asyncrl import wire
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
 from asyncrl.errors import EngineError, TaskError
 from asyncrl.generator.collect import to_trajectory
-from asyncrl.tasks.pool import RewardPool, Score
+from asyncrl.generator.episodes import Episodes
+from asyncrl.generator.rollout import Rollout, rollouts
+from asyncrl.generator.shaping import shape
+from asyncrl.tasks.pool import RewardPool, Score, request_of
 from asyncrl.tasks.text import Decoder
-from asyncrl.types import Completion, Group, ModelInfo, Prompt, SamplingParams, Version
+from asyncrl.types import Completion, Group, ModelInfo, Prompt, SamplingParams, Trajectory, Version
+
+log = logging.getLogger(__name__)
 
 SAMPLING_SHARE = 0.8
 """Share of a lease after which sampling ends. What is left is for scoring and for the way to replay, where a lease
@@ -33,7 +40,11 @@ class MixedVersions(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """Samples and scores leases on one engine."""
+    """Samples and scores leases on one engine.
+
+    counters: verifier_errors and verifier_timeouts, responses that have no reward for it; late, groups of fewer
+    responses because the others were not sampled in time.
+    """
 
     engine: Engine
     pool: RewardPool
@@ -42,6 +53,14 @@ class Sampler:
     config: Config
     generator_id: str
     stop_token_ids: tuple[int, ...]
+    episodes: Episodes | None = None
+    counters: Counter[str] = field(default_factory=lambda: Counter(verifier_errors=0, verifier_timeouts=0, late=0))
+
+    def gauges(self) -> dict[str, float]:
+        """What a heartbeat says of scoring, all counts so far."""
+        pools = [self.pool.counters, self.episodes.pool.counters] if self.episodes else [self.pool.counters]
+        out = {name: float(self.counters[name]) for name in ("verifier_errors", "verifier_timeouts")}
+        return out | {"verifier_restarts": float(sum(counters["restarts"] for counters in pools))}
 
     def params(self, greedy: bool = False) -> SamplingParams:
         """Sampling of training and of evaluation (the same temperature, or greedy)."""
@@ -56,17 +75,14 @@ class Sampler:
         started = time.monotonic()
         prompt = wire.prompt_from_msg(lease.prompt)
         size, limit_s = self.config.algorithm.group_size, SAMPLING_SHARE * lease.deadline_s
-        completions = await self.engine.generate(prompt.token_ids, size, self.params(), limit_s)
-        self._enough(completions, f"of {size} responses were sampled within {limit_s:.1f} s")
+        sampled = await rollouts(self.engine, prompt, size, self.params(), limit_s, self.episodes)
+        self._enough(sampled, f"of {size} responses were sampled within {limit_s:.1f} s")
+        self.counters["late"] += len(sampled) < size
         left_s = SCORING_SHARE * lease.deadline_s - (time.monotonic() - started)
-        completions, rewards = await self._rewards_within(prompt, completions, left_s)
+        scored = self._with_reward(prompt, sampled, await self._scores_within(prompt, sampled, left_s))
         trajectories = tuple(
-            to_trajectory(
-                c, f"{lease.group_id}#{lease.attempt}.{i}", len(prompt.token_ids), r, self.info,
-                self.config.full_routes, self.stop_token_ids,
-            )
-            for i, (c, r) in enumerate(zip(completions, rewards, strict=True))
-        )  # fmt: skip
+            self._trajectory(prompt, c, s, f"{lease.group_id}#{lease.attempt}.{i}") for i, (c, s) in enumerate(scored)
+        )
         seconds = time.monotonic() - started
         return Group(
             lease.group_id, prompt, self.generator_id, lease.attempt, self.config.sampling.temperature, trajectories,
@@ -80,19 +96,20 @@ class Sampler:
         """
         started = time.monotonic()
         prompt, limit_s = wire.prompt_from_msg(lease.prompt), SAMPLING_SHARE * lease.deadline_s
-        completions = await self.engine.generate(prompt.token_ids, 1, self.params(lease.greedy), limit_s)
-        if not completions:
+        sampled = await rollouts(self.engine, prompt, 1, self.params(lease.greedy), limit_s, self.episodes)
+        if not sampled:
             raise OutOfTime(f"an evaluation response was not sampled within {limit_s:.1f} s")
         left_s = SCORING_SHARE * lease.deadline_s - (time.monotonic() - started)
-        (reward,) = self._values(prompt, await self._scores_within(prompt, completions, left_s))
-        done = completions[0]
+        scores = await self._scores_within(prompt, sampled, left_s)
+        ((done, score),) = self._with_reward(prompt, sampled, scores, fewest=1)
         versions = {s.version for s in done.segments} or {self.engine.version}
         if len(versions) > 1:
             raise MixedVersions(f"evaluation response of versions {', '.join(map(str, sorted(versions)))}")
         (version,) = versions
         answer = wire.EvalAnswer(
-            prompt.prompt_id, lease.sample, lease.greedy, reward, len(done.token_ids), done.finish_reason
-        )
+            prompt.prompt_id, lease.sample, lease.greedy, score.reward or 0.0, len(done.token_ids), done.finish_reason,
+            score.extracted, dict(score.parts),
+        )  # fmt: skip
         return wire.EvalResult(lease.eval_id, (version.epoch, version.update), [answer])
 
     @property
@@ -104,31 +121,49 @@ class Sampler:
         if len(finished) < self._fewest:
             raise OutOfTime(f"{len(finished)} {what}")
 
-    async def _rewards_within(
-        self, prompt: Prompt, completions: list[Completion], limit_s: float
-    ) -> tuple[list[Completion], list[float]]:
-        """Scored completions with their rewards; under on_timeout: partial without those whose verifier is too slow."""
-        scores = await self._scores_within(prompt, completions, limit_s)
-        if self.config.replay.on_timeout == "partial":
-            pairs = [(c, s) for c, s in zip(completions, scores, strict=True) if not s.timed_out]
-            self._enough(pairs, f"of {len(completions)} responses were scored in time")
-            completions, scores = [c for c, _ in pairs], [s for _, s in pairs]
-        return completions, self._values(prompt, scores)
-
-    async def _scores_within(self, prompt: Prompt, completions: list[Completion], limit_s: float) -> list[Score]:
-        texts = [self.decoder.decode(c.token_ids) for c in completions]
+    async def _scores_within(self, prompt: Prompt, sampled: Sequence[Rollout], limit_s: float) -> list[Score]:
+        """One score per response; what an environment scored is not scored again."""
+        open_ = [r.completion for r in sampled if r.score is None]
+        requests = [request_of(self.config, prompt, self.decoder.decode(c.token_ids)) for c in open_]
         try:
             async with asyncio.timeout(max(0.0, limit_s)):
-                return await self.pool.score_many([(prompt.source, t, prompt.answer) for t in texts])
+                found = iter(await self.pool.score_many(requests))
         except TimeoutError as exc:
-            raise OutOfTime(f"{len(completions)} responses were not scored within {limit_s:.1f} s") from exc
+            raise OutOfTime(f"{len(open_)} responses were not scored within {limit_s:.1f} s") from exc
+        return [next(found) if r.score is None else r.score for r in sampled]
 
-    def _values(self, prompt: Prompt, scores: list[Score]) -> list[float]:
-        # A verifier that failed says nothing about the response: never a reward of 0.
-        failed = [s.error for s in scores if s.reward is None]
-        if failed:
-            raise TaskError(f"{len(failed)} of {len(scores)} responses to {prompt.prompt_id} not scored: {failed[0]}")
-        return [s.reward for s in scores if s.reward is not None]
+    def _with_reward(
+        self, prompt: Prompt, sampled: Sequence[Rollout], scores: Sequence[Score], fewest: int = 2
+    ) -> list[tuple[Completion, Score]]:
+        """The responses that have a reward, counting the others. TaskError when that leaves fewer than `fewest`.
+
+        A verifier that failed says nothing about a response: that is never a reward of 0.
+        """
+        pairs = [(r.completion, s) for r, s in zip(sampled, scores, strict=True)]
+        failed = [s for s in scores if s.reward is None]
+        if not failed:
+            return pairs
+        num_late = sum(s.timed_out for s in failed)
+        self.counters["verifier_timeouts"] += num_late
+        self.counters["verifier_errors"] += len(failed) - num_late
+        said = f"{len(failed)} of {len(scores)} responses to {prompt.prompt_id} not scored: {failed[0].error}"
+        left = [(c, s) for c, s in pairs if s.reward is not None]
+        if len(left) < min(fewest, len(pairs)):
+            raise TaskError(said)
+        log.warning("%s; the group goes on with the other %d", said, len(left))
+        return left
+
+    def _trajectory(self, prompt: Prompt, done: Completion, score: Score, name: str) -> Trajectory:
+        """One checked trajectory with its shaped reward."""
+        assert score.reward is not None
+        c = self.config
+        reward, parts = shape(
+            score.reward, score.parts, len(done.token_ids), done.finish_reason, c.algorithm, c.sampling.max_new_tokens
+        )
+        made = to_trajectory(
+            done, name, len(prompt.token_ids), reward, self.info, c.full_routes, self.stop_token_ids
+        )  # fmt: skip
+        return replace(made, parts=parts)
 
 
 def held_tuple(version: Version) -> tuple[int, int]:

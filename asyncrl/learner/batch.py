@@ -9,7 +9,7 @@ attention mask is needed: a real token never attends to a later pad.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ class Row:
 
     loss_mask bool [T] after the staleness mask; masked counts the tokens that mask took;
     lag int [T] per token at the update; counts int64 [L, E] over the tokens of count_mask or None.
+    withheld: loss tokens of a cut-off response that algorithm.truncated=mask took, of any age; masked is 0 then.
     """
 
     trajectory: Trajectory
@@ -37,6 +38,8 @@ class Row:
     masked: int
     lag: NDArray[np.int64]
     counts: NDArray[np.int64] | None
+    data_source: str = ""
+    withheld: int = 0
 
     @property
     def size(self) -> int:
@@ -60,12 +63,23 @@ class Row:
         return int(used.max()) if used.size else 0
 
 
-def rows_of(groups: Sequence[Group], update: int, bound: int, info: ModelInfo) -> list[Row]:
+def rows_of(
+    groups: Sequence[Group], update: int, bound: int, info: ModelInfo, mask_truncated: bool = False
+) -> list[Row]:
     """Rows of one batch; tokens sampled before update `bound` lose their loss mask.
 
-    Raises RouteError when counts do not have the model's [segments, L, E] shape.
+    mask_truncated: so do all tokens of a response that the length limit cut off (algorithm.truncated=mask); its reward
+    stays. Raises RouteError when counts do not have the model's [segments, L, E] shape.
     """
-    return [_row(g, t, update, bound, info) for g in groups for t in g.trajectories]
+    rows = [_row(g, t, update, bound, info) for g in groups for t in g.trajectories]
+    return [_withhold(r) if mask_truncated and r.trajectory.finish_reason == "length" else r for r in rows]
+
+
+def _withhold(row: Row) -> Row:
+    """The row of a response of which no token trains, and which has no drift."""
+    counts = None if row.counts is None else np.zeros_like(row.counts)
+    withheld = int(row.trajectory.loss_mask.sum())
+    return replace(row, loss_mask=np.zeros_like(row.loss_mask), masked=0, counts=counts, withheld=withheld)
 
 
 def _row(group: Group, t: Trajectory, update: int, bound: int, info: ModelInfo) -> Row:
@@ -92,8 +106,9 @@ def _row(group: Group, t: Trajectory, update: int, bound: int, info: ModelInfo) 
             counts = t.route_counts[fresh].sum(axis=0, dtype=np.int64)
     masked = int(t.loss_mask.sum() - mask.sum())
     return Row(
-        t, group.prompt.token_ids, group.group_id, group.generator_id, group.temperature, mask, masked, lag, counts
-    )
+        t, group.prompt.token_ids, group.group_id, group.generator_id, group.temperature, mask, masked, lag, counts,
+        group.prompt.data_source,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

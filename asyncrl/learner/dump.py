@@ -1,18 +1,19 @@
 """RUN/dumps/u<update>: what an update trained on, as files, and back.
 
-A folder holds, for every rank, its groups as they came over the wire (length-prefixed frames), and of rank 0 the row
-table with what was selected (`table.safetensors`) and all else as JSON (`dump.json`: names, settings, hashes of the
-files). With `logging.dump_policy` it also holds the policy before that update, a model folder. Nothing is pickled.
+A folder holds, for every rank, its groups as they came over the wire (length-prefixed frames) and the log-probs that
+the update computed for their tokens, and of rank 0 the row table with what was selected (`table.safetensors`) and all
+else as JSON (`dump.json`: names, settings, hashes of the files). With `logging.dump_policy` it also holds the policy
+before that update, a model folder. Nothing is pickled. Imports torch only in `read`: `content` does without.
 Knows nothing of when dumps are made (asyncrl.learner.dumping).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -24,16 +25,23 @@ from safetensors.numpy import load, save
 from asyncrl.arrays import Buffer
 from asyncrl.config import Config, validate
 from asyncrl.errors import ConfigError, WireError
-from asyncrl.learner.table import Names, Table
 from asyncrl.types import Group, ModelInfo
 from asyncrl.wire import SCHEMA, decode_group, encode_group
+
+if TYPE_CHECKING:
+    from asyncrl.learner.table import Table
 
 FOLDER = "dumps"
 """Of a run folder."""
 HEAD, TABLE, POLICY = "dump.json", "table.safetensors", "policy"
 """Names in a dump."""
-FORMAT = 1
+FORMAT = 2
 
+_READABLE = {(FORMAT, SCHEMA), (1, 5)}
+"""(format, wire schema) of the dumps that can be read. Those of format 1 have no log-probs of the scoring pass, and
+their table no column `withheld`: 0 everywhere."""
+_BEFORE_PARTS = 5
+"""Wire schema in which a response had no parts of its reward yet."""
 _MAGIC = b"asyncrl groups 1\n"
 _COLUMN = "column."
 _COUNT, _SIZE = struct.Struct("<I"), struct.Struct("<Q")
@@ -63,7 +71,7 @@ class Head(msgspec.Struct, frozen=True):
     ranks: int
     policy: bool
     model: dict[str, Any]
-    names: list[Names]
+    names: list[tuple[str, str, str]]
     files: dict[str, File]
     config: dict[str, Any]
 
@@ -74,7 +82,8 @@ class Dump:
 
     table: all rows, in rank order. keep, would_drop bool [n], bucket int64 [n], advantages float64 [n]: as in
     learner.update.Outcome. old_logp: pi_old [S] by trajectory id of a take of several updates, else None (it is that
-    of the scoring pass). policy: folder of the policy before the update, or None.
+    of the scoring pass). logp: of the scoring pass by trajectory id, float [T], None in a dump of format 1. policy:
+    folder of the policy before the update, or None.
     """
 
     folder: Path
@@ -89,6 +98,7 @@ class Dump:
     advantages: NDArray[np.float64]
     old_logp: dict[str, NDArray[np.floating]] | None
     policy: Path | None
+    logp: dict[str, NDArray[np.floating]] | None = None
 
     @property
     def update(self) -> int:
@@ -106,6 +116,11 @@ def old_file(rank: int) -> str:
     return f"rank{rank}.old.safetensors"
 
 
+def logp_file(rank: int) -> str:
+    """Name of the file with the log-probs of the scoring pass for a rank's response tokens."""
+    return f"rank{rank}.logp.safetensors"
+
+
 def pack_groups(groups: Sequence[Group]) -> Iterator[Buffer]:
     """The bytes of a groups file, piece by piece: per group the number of its frames, their sizes, the frames."""
     yield _MAGIC
@@ -116,8 +131,11 @@ def pack_groups(groups: Sequence[Group]) -> Iterator[Buffer]:
         yield from frames
 
 
-def unpack_groups(data: bytes) -> list[Group]:
-    """Groups of a file's bytes, arrays as views of them. Raises WireError on anything else."""
+def unpack_groups(data: bytes, schema: int = SCHEMA) -> list[Group]:
+    """Groups of a file's bytes, arrays as views of them. Raises WireError on anything else.
+
+    schema: of the wire when they were written.
+    """
     if not data.startswith(_MAGIC):
         raise WireError("it does not begin as a file of groups does")
     whole, at, groups = memoryview(data), len(_MAGIC), []
@@ -134,8 +152,20 @@ def unpack_groups(data: bytes) -> list[Group]:
             at += size
         if at > len(data) or len(sizes) != count:
             raise WireError("it is cut off within a group")
-        groups.append(decode_group(frames))
+        groups.append(decode_group(frames if schema > _BEFORE_PARTS else _with_parts(frames)))
     return groups
+
+
+def _with_parts(frames: list[Buffer]) -> list[Buffer]:
+    """The frames of a group as they are written today, from those of a time without parts of the reward."""
+    try:
+        head = msgspec.msgpack.decode(frames[1])
+        head[0] = SCHEMA
+        for response in head[-1]:
+            response.append({})
+    except (msgspec.MsgspecError, LookupError, TypeError, AttributeError) as exc:
+        raise WireError(f"a group in it has no readable header ({exc})") from exc
+    return [frames[0], msgspec.msgpack.encode(head), *frames[2:]]
 
 
 def pack_table(table: Table, selected: Mapping[str, NDArray[Any]]) -> bytes:
@@ -164,7 +194,7 @@ def read_head(folder: Path) -> Head:
         head = msgspec.json.decode(raw, type=Head)
     except msgspec.MsgspecError as exc:
         raise ConfigError(f"{file} is damaged ({exc}); {_REMEDY}") from exc
-    if (head.format, head.schema) != (FORMAT, SCHEMA):
+    if (head.format, head.schema) not in _READABLE:
         raise ConfigError(
             f"{file} is of format {head.format} with wire schema {head.schema}, this asyncrl reads {FORMAT} with "
             f"{SCHEMA}; read it with the asyncrl that wrote it"
@@ -178,27 +208,63 @@ def policy_in(folder: Path, head: Head) -> Path | None:
     return policy if head.policy and (policy / "config.json").is_file() else None
 
 
-def read(path: str | Path) -> Dump:
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A dump as numpy arrays and records; the same fields as `Dump`, with the columns of the table by name."""
+
+    folder: Path
+    head: Head
+    config: Config
+    info: ModelInfo
+    ranks: list[list[Group]]
+    columns: dict[str, NDArray[np.float64]]
+    keep: NDArray[np.bool_]
+    would_drop: NDArray[np.bool_]
+    bucket: NDArray[np.int64]
+    advantages: NDArray[np.float64]
+    old_logp: dict[str, NDArray[np.floating]] | None
+    logp: dict[str, NDArray[np.floating]] | None
+
+
+def content(path: str | Path) -> Content:
     """The dump in a folder, every file checked against its hash. ConfigError names the file and what to do."""
     folder = Path(path)
     head = read_head(folder)
     files = {name: _checked(folder / name, file) for name, file in head.files.items()}
     try:
         tensors = load(files[TABLE])
-        old = [load(files[name]) for rank in range(head.ranks) if (name := old_file(rank)) in files]
-        ranks = [unpack_groups(files[groups_file(rank)]) for rank in range(head.ranks)]
+        old, logp = (_by_response(files, map(name, range(head.ranks))) for name in (old_file, logp_file))
+        ranks = [unpack_groups(files[groups_file(rank)], head.schema) for rank in range(head.ranks)]
         columns = {n.removeprefix(_COLUMN): t for n, t in tensors.items() if n.startswith(_COLUMN)}
-        table = Table(head.names, columns, 0, len(head.names))
+        if head.format == 1:
+            columns.setdefault("withheld", np.zeros(len(head.names)))
         keep, would_drop, bucket, advantages = (tensors[n] for n in ("keep", "would_drop", "bucket", "advantages"))
     except (SafetensorError, KeyError, WireError) as exc:
         raise ConfigError(f"{folder} is damaged ({exc}); {_REMEDY}") from exc
     odd = next((n for n, t in tensors.items() if t.shape != (len(head.names),)), None)
     if odd is not None:
         raise ConfigError(f"{folder / TABLE} is damaged: {odd} is not of {len(head.names)} rows; {_REMEDY}")
+    return Content(
+        folder, head, _config(folder, head), msgspec.convert(head.model, ModelInfo), ranks, columns, keep,
+        would_drop, bucket, advantages, old, logp,
+    )  # fmt: skip
+
+
+def _by_response(files: Mapping[str, bytes], names: Iterable[str]) -> dict[str, NDArray[np.floating]] | None:
+    """Arrays by trajectory id out of the files of all ranks, None where there are none."""
+    parts = [load(files[name]) for name in names if name in files]
+    return {k: v for part in parts for k, v in part.items()} if parts else None
+
+
+def read(path: str | Path) -> Dump:
+    """As `content`, with the table that the learner's functions take. Imports torch."""
+    from asyncrl.learner.table import Table
+
+    c = content(path)
+    table = Table(c.head.names, c.columns, 0, len(c.head.names))
     return Dump(
-        folder, head, _config(folder, head), msgspec.convert(head.model, ModelInfo), ranks, table, keep,
-        would_drop, bucket, advantages,        {k: v for part in old for k, v in part.items()} if old else None,
-        policy_in(folder, head),
+        c.folder, c.head, c.config, c.info, c.ranks, table, c.keep, c.would_drop, c.bucket, c.advantages, c.old_logp,
+        policy_in(c.folder, c.head), c.logp,
     )  # fmt: skip
 
 

@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 from safetensors.numpy import save
+from torch import Tensor
 
 from asyncrl.arrays import Buffer
 from asyncrl.config import Config
@@ -31,6 +33,7 @@ from asyncrl.learner.dump import (
     File,
     Head,
     groups_file,
+    logp_file,
     old_file,
     pack_groups,
     pack_table,
@@ -76,6 +79,11 @@ class Dumps:
         if anew and world.is_writer and self._folder.is_dir():
             self._set_aside()
 
+    @property
+    def due(self) -> bool:
+        """True between begin and finish of an update that is dumped. The same on every rank."""
+        return self._begun is not None
+
     def begin(self, policy: Policy, update: int, epoch: int, carry: float, config: Config) -> None:
         """Before an update: when its dump is due, rank 0 makes the folder, and the policy is written."""
         self._begun, g = None, config.logging
@@ -91,7 +99,7 @@ class Dumps:
         self._begun = _Begun(update, carry, epoch, config, g.dump_policy, time.monotonic() - started, why)
 
     def finish(self, groups: Sequence[Group], bound: int, state: TakeState | None, outcome: Outcome) -> None:
-        """After the update: every rank writes its groups, rank 0 all else and the name."""
+        """After the update: every rank writes its groups with their log-probs, rank 0 all else and the name."""
         begun, self._begun = self._begun, None
         if begun is None:
             return
@@ -101,7 +109,7 @@ class Dumps:
         why = self._first(begun.why)
         if not why:
             try:
-                mine = self._write_mine(begun.update, groups, state)
+                mine = self._write_mine(begun.update, groups, state, outcome)
             except (OSError, WireError) as exc:
                 why = str(exc)
         files: Files = {}
@@ -163,9 +171,14 @@ class Dumps:
         """What went wrong on the first rank that has something to say, on every rank. A collective."""
         return next((w for w in map(bytes.decode, all_bytes(why.encode(), self._world)) if w), "")
 
-    def _write_mine(self, update: int, groups: Sequence[Group], state: TakeState | None) -> Files:
+    def _write_mine(
+        self, update: int, groups: Sequence[Group], state: TakeState | None, outcome: Outcome | None
+    ) -> Files:
         aside, rank = self._aside(update), self._world.rank
         files = {groups_file(rank): _write(aside / groups_file(rank), pack_groups(groups))}
+        if outcome is not None and outcome.logp is not None:
+            logp = _of_responses(groups, outcome.logp)
+            files[logp_file(rank)] = _write(aside / logp_file(rank), [save(logp)])
         if state is not None:
             ids = [t.trajectory_id for g in groups for t in g.trajectories]
             old = {i: state.old_logp[i].detach().cpu().numpy() for i in ids}
@@ -190,6 +203,15 @@ class Dumps:
                 files[f"{POLICY}/{file.name}"] = File("", file.stat().st_size)
         shutil.rmtree(final, ignore_errors=True)
         aside.rename(final)
+
+
+def _of_responses(groups: Sequence[Group], logp: Sequence[Tensor]) -> dict[str, NDArray[np.floating]]:
+    """Log-probs [T] of the response tokens by trajectory id. logp: [S] of every row, in the order of the groups."""
+    responses = [(len(g.prompt.token_ids) - 1, t) for g in groups for t in g.trajectories]
+    return {
+        t.trajectory_id: np.ascontiguousarray(values[start : start + t.num_tokens].numpy())
+        for (start, t), values in zip(responses, logp, strict=True)
+    }
 
 
 def _write(file: Path, parts: Iterable[Buffer]) -> File:

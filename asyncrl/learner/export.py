@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, WeightSyncError
+from asyncrl.learner.best_folders import BEST
 from asyncrl.learner.saved import SavedModel
 from asyncrl.learner.start import model_fingerprint
 from asyncrl.learner.stored import FOLDER, by_age
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 FINAL = "model"
 """Folder of a run that is over: the policy after its last update."""
+
+FOLDERS = {"final": FINAL, "best": BEST}
+"""Steps that lie as model folders in the run folder."""
 
 Source = Callable[[str], Tensor]
 """A whole live tensor by its name in the state dict."""
@@ -45,8 +49,9 @@ def export_step(
     """Write the policy of a run as it was at a step into a folder that transformers loads; the bytes of its weights.
 
     step: the number of an update that has a checkpoint, `last` for the newest, `final` for the end of a run that is
-    over. dtype: float32, bfloat16 or float16; None stores each weight as the start model does. model: where the start
-    model lies now. force: replace a model folder of that name. Every fault is a ConfigError with its remedy.
+    over, `best` for what learner.keep_best kept. dtype: float32, bfloat16 or float16; None stores each weight as the
+    start model does. model: where the start model lies now. force: replace a model folder of that name. Every fault
+    is a ConfigError with its remedy.
     """
     config = _config(run_dir)
     start = Path(model or config.model.path)
@@ -55,11 +60,12 @@ def export_step(
     folder = _step_folder(run_dir, step)
     # It computes nothing: every family has the eager implementations.
     skeletal = skeleton(start, dtype or "float32", attention="eager", experts="eager")
-    # A run that is over has written its own config.json, with its own dtype.
-    rest = folder if step == "final" else start
-    source = _of_folder(skeletal, folder) if step == "final" else _of_checkpoint(skeletal, folder, config, start)
+    # What the run wrote as a folder has its own config.json, with its own dtype.
+    is_folder = step in FOLDERS
+    rest = folder if is_folder else start
+    source = _of_folder(skeletal, folder) if is_folder else _of_checkpoint(skeletal, folder, config, start)
     plan = _plan(skeletal, weights_of(start) if dtype is None else None)
-    stored_in = dtype or (_usual(plan) if step == "final" else None)
+    stored_in = dtype or (_usual(plan) if is_folder else None)
     return _write(skeletal, source, plan, directory, rest, stored_in)
 
 
@@ -182,13 +188,12 @@ def _step_folder(run_dir: Path, step: str) -> Path:
     folders = by_age(run_dir / FOLDER)
     if step == "last" and folders:
         return folders[0]
-    wanted = run_dir / FINAL if step == "final" else run_dir / FOLDER / f"u{step}"
-    if wanted in folders or (step == "final" and (wanted / "config.json").is_file()):
-        return wanted
+    written = {name: run_dir / f for name, f in FOLDERS.items() if (run_dir / f / "config.json").is_file()}
+    wanted = run_dir / FOLDER / f"u{step}"
+    if step in written or wanted in folders:
+        return written.get(step, wanted)
     steps = sorted(int(folder.name[1:]) for folder in folders)
-    there = [str(number) for number in steps] + (["last"] if steps else [])
-    if (run_dir / FINAL / "config.json").is_file():
-        there.append("final")
+    there = [*map(str, steps), *(["last"] if steps else []), *written]
     raise ConfigError(
         f"{run_dir} has no step {step!r}; it has {', '.join(there)}"
         if there

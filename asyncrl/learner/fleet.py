@@ -11,9 +11,13 @@ from asyncrl.learner.overlap import Overlap
 
 _PASSED_ON = (
     "loads", "load_s", "load_failures", "in_flight", "reward_errors", "timeouts", "waits", "resampled",
-    "retractions", "cached_tokens", "stale_prefix", "unsure_tokens",
+    "retractions", "cached_tokens", "stale_prefix", "unsure_tokens", "verifier_errors", "verifier_timeouts",
+    "reused_tokens", "conversations",
 )  # fmt: skip
 """Gauges and counters of a generator that are metrics as they are, where it has them."""
+
+_SUMMED = {f"verifier_{what}": f"verifier/{what}" for what in ("errors", "timeouts", "restarts")}
+"""Counters of a generator -> metrics that sum them over all generators, those that ended included."""
 
 _FOR_AGE = ("stale", "overtaken", "stale_response", "doomed_lease")
 """Reasons to drop that have a value in every record, so that a chart says "none" and not nothing."""
@@ -26,6 +30,7 @@ class FleetRates:
         self._last: dict[str, dict[str, float]] = {}
         self._before: dict[str, dict[str, float]] = {}
         self._failed_loads = 0.0
+        self._sums = dict.fromkeys(_SUMMED.values(), 0.0)
         self.overlap = Overlap()
 
     def begin(self, state: Mapping[str, Any]) -> None:
@@ -47,6 +52,11 @@ class FleetRates:
         out |= {"staleness/waits": float(waits.get("count", 0)), "staleness/wait_s": float(waits.get("seconds", 0.0))}
         out |= {f"replay/dropped/{k}": float(v) for k, v in state["counters"].items()}
         out |= {f"replay/idle/{k}": float(v) for k, v in state["idle"].items()}
+        for name, count in (state.get("data") or {}).items():
+            source, _, reason = name.partition("/")
+            # Held-out sets have a name more: eval/<set>/<reason>.
+            if source and reason and "/" not in reason:
+                out[f"data/{reason}"] = out.get(f"data/{reason}", 0.0) + count
         if dropped is not None:
             out |= {f"replay/dropped_now/{k}": v for k, v in (dict.fromkeys(_FOR_AGE, 0.0) | dropped).items()}
             out |= {f"replay/refused_per_s/{k}": v / max(seconds, 1e-9) for k, v in refused.items()}
@@ -70,6 +80,7 @@ class FleetRates:
         out["generator/alive"] = float(len(living))
         out |= _spread(living, refused)
         out["generator/failed_loads"] = self._failed_loads
+        out |= self._sums
         overlap = self.overlap.fraction()
         if not math.isnan(overlap):
             out["throughput/overlap_fraction"] = overlap
@@ -89,6 +100,9 @@ class FleetRates:
         failures = gauges.get("load_failures", 0.0)
         known = self._last.get(name, {}).get("load_failures", 0.0)
         self._failed_loads += failures - known if failures >= known else failures
+        for key, summed in _SUMMED.items():
+            now, before = gauges.get(key, 0.0), self._last.get(name, {}).get(key, 0.0)
+            self._sums[summed] += now - before if now >= before else now
         # A restarted generator counts from zero again.
         if gauges.get("tokens", 0.0) < last.get("tokens", 0.0):
             last = {}

@@ -44,8 +44,8 @@ REASONS: dict[str, tuple[str, str]] = {
     ),
     "filtered": (
         "nothing left to train",
-        "look at filter/dropped, drift/undefined and staleness/stale_responses; lower algorithm.rdc.q or raise "
-        "staleness.max_lag",
+        "look at filter/dropped, drift/undefined, staleness/stale_responses and policy/truncated_masked; lower "
+        "algorithm.rdc.q, or raise staleness.max_lag or sampling.max_new_tokens",
     ),
 }
 """Why an update was skipped: by the word in optim/skipped/<reason>, what that is and where to look."""

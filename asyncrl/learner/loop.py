@@ -15,6 +15,7 @@ from asyncrl.config import Config, to_yaml
 from asyncrl.errors import TrainingError
 from asyncrl.learner.alarming import Alarming, ended_by
 from asyncrl.learner.batch import Row, rows_of
+from asyncrl.learner.best import Best
 from asyncrl.learner.checkpoint import Checkpoints
 from asyncrl.learner.client import ReplayClient, Shard, answer_limit
 from asyncrl.learner.dumping import Dumps
@@ -96,11 +97,14 @@ class Learner:
         self.over = self._over()
         first = s.updates + 1 if self.over else start.update
         self.recorder: Recorder | None = None
+        keeps = world.is_writer and s.keep_best is not None
+        self.best = self.publishing.keeper = Best(config, start.epoch, start.update, self.over) if keeps else None
         if world.is_writer:
             known, g = evaluated(run_dir) if start.epoch else set(), config.logging
             sink = Sink(run_dir, g.tensorboard, first, start.epoch > 0, lock, absent(config))
             alarming = Alarming(run_dir, self.client, config, first, start.epoch > 0)
             self.recorder = Recorder(sink, self.client, self.info, known, alarming, Sentinel(config.sentinel))
+            self.recorder.best = self.best
             self.recorder.resolved(first, to_yaml(config))
 
     def run(self) -> None:
@@ -151,6 +155,8 @@ class Learner:
         if changed is None:
             return
         self.updater.tune(self.config.learner, self.config.algorithm)
+        if self.best is not None:
+            self.best.follow(self.config)
         if self.recorder is not None:
             self.recorder.tuned(self.update, as_text(shard.tuned.seq, changed))
 
@@ -204,6 +210,8 @@ class Learner:
         self.checkpoints.remove()
         if self.recorder is not None:
             self.recorder.wait_for_evaluations(self.config.eval.timeout_s + 30)
+        if self.best is not None:
+            self.best.finish()
 
     def train_on(self, shard: Shard, waited: float) -> None:
         """Every batch of one take, one update each."""
@@ -223,7 +231,7 @@ class Learner:
             started, wall = time.monotonic(), time.time()
             outcome = run_update(
                 self.policy, self.updater, self._rows(shard, m), self.update, self.carry, state, self.config,
-                self.info, self.world,
+                self.info, self.world, self.dumps.due,
             )  # fmt: skip
             step_s = time.monotonic() - started
             if self.recorder is not None:
@@ -248,7 +256,8 @@ class Learner:
         self.publishing.announce()
 
     def _rows(self, shard: Shard, batch: int) -> list[Row]:
-        return rows_of(shard.batches[batch], self.update, shard.bounds[batch], self.info)
+        masks = self.config.algorithm.truncated == "mask"
+        return rows_of(shard.batches[batch], self.update, shard.bounds[batch], self.info, masks)
 
     def _advance(self, outcome: Outcome) -> None:
         if outcome.step.outcome == "stepped":
@@ -313,9 +322,12 @@ class Learner:
             **self.checkpoints.scalars(),
             **self.dumps.scalars(),
             **self.settings.scalars(),
+            **(self.best.scalars() if self.best is not None else {}),
         }
         self.publishing.sync_s = 0.0
         self.recorder.record(used_at, outcome, step_s, wait_s, others, self.config, probes)
+        if self.best is not None:
+            self.best.settle(self.checkpoints.newest)
 
     def _heed_alarms(self) -> None:
         """TrainingError on every rank when an alarm ends the run, which then has no newer checkpoint. A collective."""
@@ -336,6 +348,8 @@ class Learner:
         if self.recorder is not None:
             self.recorder.close()
         self.publishing.close()
+        if self.best is not None:
+            self.best.close()
         if self.recorder is not None:
             # At an end of its own the last command may be about it; told to stop, the supervisor does not wait for it.
             self.recorder.alarming.close(1.0 if self.stop.asked else self.config.alarms.command_timeout_s)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,6 +32,17 @@ micro-batches only, and generators sample from the old one until then."""
 
 Tell = Callable[[Version, str, int], None]
 """Tells replay of a version, its source and how many batches made it."""
+
+
+class Keeper(Protocol):
+    """Sees every version on rank 0 that is about to be published, as it lies on the host."""
+
+    def offer(self, version: Version, weights: Mapping[str, Tensor]) -> None:
+        """Take it, or not. Must not change the weights, and must not wait for a disk."""
+
+    def withdraw(self, version: Version) -> None:
+        """It could not be published."""
+
 
 _SLICE_S = 1.0
 _WRITTEN, _FAILED, _WRITING = 0.0, 1.0, 2.0
@@ -66,6 +77,7 @@ class Publishing:
         """
         self._publisher, self._world, self._due, self._timeout_s = publisher, world, due, timeout_s
         self._tell, self._dtype = tell, dtype
+        self.keeper: Keeper | None = None
         self.paused = False
         """Publish nothing but what is final (weights.paused). The same on all ranks."""
         self._job: _Job | None = None
@@ -128,6 +140,8 @@ class Publishing:
         assert self.pending is None, f"{self.pending} is still being written"
         weights = host_copy(policy, self._world, self._dtype)
         self.pending, self._began = version, time.monotonic()
+        if self.keeper is not None:
+            self.keeper.offer(version, weights)
         if self._publisher is not None:
             self._job = _Job(self._publisher, version, weights, batches)
 
@@ -171,6 +185,8 @@ class Publishing:
         self.announce()
         if state != _FAILED:
             self.published = self.pending.update
+        elif self.keeper is not None:
+            self.keeper.withdraw(self.pending)
         self.pending = None
         if self._job is not None:
             self.write_s = self._job.seconds

@@ -10,6 +10,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.learner.alarming import Alarming
+from asyncrl.learner.best import Best
 from asyncrl.learner.client import ReplayClient
 from asyncrl.learner.fleet import FleetRates
 from asyncrl.learner.idle import learner_idle
@@ -18,7 +19,7 @@ from asyncrl.learner.sentinel import Order, Sentinel
 from asyncrl.learner.table import Table
 from asyncrl.learner.update import Outcome
 from asyncrl.metrics.sink import Sink
-from asyncrl.types import ModelInfo
+from asyncrl.types import ModelInfo, Version
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,14 @@ def absent(config: Config) -> tuple[str, ...]:
     missing["sentinel/"] = config.generator.count < 2 and config.replay.connect is None
     missing["drift/"] = a.routes == "r3" and a.native_drift_every == 0
     return tuple(name for name, yes in missing.items() if yes)
+
+
+def evaluation_scalars(evaluation: Mapping[str, Any]) -> Scalars:
+    """The record of an evaluation that replay finished: eval/<name>, and eval/<set>/<name> of every set."""
+    values = {f"eval/{k}": float(v) for k, v in evaluation.items() if isinstance(v, int | float)}
+    for name, numbers in (evaluation.get("sets") or {}).items():
+        values |= {f"eval/{name}/{k}": float(v) for k, v in numbers.items()}
+    return values
 
 
 class Recorder:
@@ -51,6 +60,7 @@ class Recorder:
     ) -> None:
         self._sink, self._client, self._info, self.alarming = sink, client, info, alarming
         self._sentinel = sentinel
+        self.best: Best | None = None
         self._evaluated = evaluated
         self._fleet = FleetRates()
         self._fleet.begin(client.status())
@@ -95,6 +105,9 @@ class Recorder:
             **work_scalars(outcome),
             **others,
         }
+        if config.algorithm.zero_variance == "refill":
+            refilled, kept = scalars.get("replay/dropped_now/zero_variance", 0.0), len(outcome.table.groups)
+            scalars["policy/refilled_fraction"] = refilled / max(1.0, refilled + kept)
         orders, judged = self.judge(update, outcome.table, probes, state, config)
         scalars |= judged
         found = self._sentinel.alarms() if self._sentinel is not None else []
@@ -106,7 +119,7 @@ class Recorder:
         for order in orders:
             self._client.verdict(*order)
         self.alarming.act(update, news, self.alarm_text)
-        self._record_evaluations(state["evaluations"])
+        self._record_evaluations(state)
         self._recording_s = time.monotonic() - now
 
     def judge(
@@ -130,12 +143,17 @@ class Recorder:
         """An alarm that went on or off with the record of `update`, in markdown."""
         self._sink.text(update, "run/alarms", text)
 
-    def _record_evaluations(self, evaluations: list[dict[str, Any]]) -> None:
-        for e in evaluations:
+    def _record_evaluations(self, state: Mapping[str, Any]) -> None:
+        if self.best is not None:
+            self.best.measuring = frozenset(Version(*version) for version in state["measuring"])
+        for e in state["evaluations"]:
             if str(e["label"]) in self._evaluated:
                 continue
             self._evaluated.add(str(e["label"]))
-            values = {f"eval/{k}": float(v) for k, v in e.items() if isinstance(v, int | float)}
+            values = evaluation_scalars(e)
+            if self.best is not None:
+                # First: what the records hold is not told again after a resume.
+                self.best.measured(Version(int(e["epoch"]), int(e["version"])), values, e["status"] == "complete")
             self._sink.write(int(values["eval/version"]), values)
             log.info("evaluation %s", json.dumps(e, default=str))
 
@@ -144,7 +162,7 @@ class Recorder:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             state = self._client.status()
-            self._record_evaluations(state["evaluations"])
+            self._record_evaluations(state)
             if state["finished"]:
                 return
             time.sleep(0.1)

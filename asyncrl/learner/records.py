@@ -28,6 +28,7 @@ def update_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     keep = np.asarray(outcome.keep, bool)
     out: Scalars = {}
     out |= policy_scalars(outcome)
+    out |= outcome.parts
     out |= drift_scalars(outcome, info)
     out |= filter_scalars(outcome)
     out |= mismatch_scalars(t, keep, np.asarray(outcome.would_drop, bool))
@@ -80,6 +81,8 @@ def policy_scalars(outcome: Outcome) -> Scalars:
         "policy/response_length": _mean(t["length"]),
         "policy/entropy": _ratio(t["entropy_sum"].sum(), t["tokens"].sum()),
         "policy/truncated_fraction": _mean(t["truncated"]),
+        "policy/truncated_masked": _mean(t["withheld"] > 0),
+        "policy/truncated_masked_tokens": _ratio(t["withheld"].sum(), (t["withheld"] + t["tokens"]).sum()),
         "policy/clip_fraction": _ratio(s.clipped, t["tokens"][keep].sum()),
         "policy/zero_variance_fraction": _ratio(flat, len(groups)),
         "policy/loss": s.loss,

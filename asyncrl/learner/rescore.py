@@ -68,7 +68,8 @@ def policy_of(dump: Dump, folder: Path, world: World) -> Policy:
 
 def rows_of_rank(dump: Dump, rank: int) -> list[Row]:
     """The rows that a rank of the run had, as the update used them."""
-    rows = rows_of(dump.ranks[rank], dump.update, dump.head.bound, dump.info)
+    masks = dump.config.algorithm.truncated == "mask"
+    rows = rows_of(dump.ranks[rank], dump.update, dump.head.bound, dump.info, masks)
     return usable(rows, dump.info.top_k)[0]
 
 
@@ -102,7 +103,8 @@ def _silent(dump: Dump) -> list[bool]:
     """Rows that the update scored without a gradient, hence apart."""
     rewards, groups = torch.from_numpy(dump.table["reward"]), dump.table.group_index
     base = group_advantages(rewards, groups, kind=dump.config.algorithm.advantage)
-    silent: list[bool] = (zero_variance(rewards, groups) & (base == 0)).tolist()
+    withheld = torch.from_numpy(dump.table["withheld"] > 0)
+    silent: list[bool] = (zero_variance(rewards, groups) & (base == 0) | withheld).tolist()
     return silent
 
 

@@ -68,7 +68,7 @@ class Updater:
         tensor. A non-finite gradient anywhere makes every rank skip the step. A collective.
         """
         if totals.tokens <= 0:
-            return StepResult("filtered", math.nan, 0.0, 0.0, self._set_lr(update), "filtered")
+            return StepResult("filtered", 0.0, 0.0, 0.0, self._set_lr(update), "filtered")
         sums = self.backward(rows, scores, old_logp, advantages, keep, totals, info)
         return self.apply(update, sums)
 

@@ -48,9 +48,14 @@ class Table:
         return [n[0] for n in self.names]
 
     @property
+    def groups(self) -> list[str]:
+        """Group ids, each once."""
+        return list(dict.fromkeys(n[1] for n in self.names))
+
+    @property
     def group_index(self) -> Tensor:
         """int64 [n]: rows of one group share a number."""
-        order = {g: i for i, g in enumerate(dict.fromkeys(n[1] for n in self.names))}
+        order = {g: i for i, g in enumerate(self.groups)}
         return torch.tensor([order[n[1]] for n in self.names], dtype=torch.int64)
 
     def local(self, values: Tensor) -> Tensor:
@@ -74,6 +79,7 @@ def row_columns(rows: Sequence[Row]) -> dict[str, NDArray[np.float64]]:
         "length": column([r.trajectory.num_tokens for r in rows]),
         "tokens": column([int(r.loss_mask.sum()) for r in rows]),
         "masked": column([r.masked for r in rows]),
+        "withheld": column([r.withheld for r in rows]),
         "cut": column([r.trajectory.routes_from > 0 for r in rows]),
         "uncounted": column([int(r.loss_mask.sum() - r.count_mask.sum()) for r in rows]),
         "reward": column([r.trajectory.reward for r in rows]),

@@ -5,8 +5,8 @@ Each hop takes values and returns values; the loop around it talks to replay and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from asyncrl.algos.advantages import group_advantages, zero_variance
 from asyncrl.algos.select import Selection, select, select_outliers, select_random, unit_signal
 from asyncrl.config import Config
 from asyncrl.learner.batch import Row
+from asyncrl.learner.breakdown import breakdown
 from asyncrl.learner.health import broken_weight, scoring_fault, usable
 from asyncrl.learner.mismatch_rows import mismatch_columns, tis_column
 from asyncrl.learner.objective import Totals
@@ -34,7 +35,9 @@ class Outcome:
 
     keep bool [n] and bucket int [n] as selected (keep is all True under observe and off);
     would_drop bool [n]: what the gate chose, trained on or not; advantages [n]. usage float64 [L, E]: how often each
-    expert was chosen natively at the counted positions, over all ranks.
+    expert was chosen natively at the counted positions, over all ranks. logp: log-probs [S] of each of this rank's rows
+    as the scoring pass gave them, on the CPU, where they were asked for. parts: metrics by part of the reward and by
+    data source, over all ranks.
     """
 
     table: Table
@@ -48,6 +51,8 @@ class Outcome:
     fused: bool
     work: Work
     usage: NDArray[np.float64]
+    logp: list[Tensor] | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -75,10 +80,12 @@ def run_update(
     config: Config,
     info: ModelInfo,
     world: World,
+    with_logp: bool = False,
 ) -> Outcome:
     """Score, measure drift, select over all ranks, update. Collective: every rank calls it.
 
-    state carries pi_old when the take makes several updates; None means pi_old = pi.
+    state carries pi_old when the take makes several updates; None means pi_old = pi. with_logp: the outcome keeps the
+    log-probs of the scoring pass, which else go when they were used.
     """
     a = config.algorithm
     rows, refused = usable(rows, info.top_k)
@@ -88,7 +95,9 @@ def run_update(
     rewards = torch.from_numpy(before["reward"])
     quiet = zero_variance(rewards, before.group_index)
     base = group_advantages(rewards, before.group_index, kind=a.advantage)
-    silent = before.local(quiet & (base == 0)).tolist()
+    # Nothing of a row that is withheld trains: its forward needs no graph either.
+    withheld = torch.from_numpy(before["withheld"] > 0)
+    silent = before.local(quiet & (base == 0) | withheld).tolist()
     scores = _score(policy, rows, silent, config.learner.scoring == "auto", config, info, world)
     current = row_logprobs(rows, scores)
     old = current if state is None else [state.old_logp[r.trajectory.trajectory_id] for r in rows]
@@ -111,7 +120,10 @@ def run_update(
     share = forced / replayed if replayed else float("nan")
     work = work._replace(padded=padded, oversized=oversized)
     usage = np.asarray(sums[4:]).reshape(scores.usage.shape)
-    return Outcome(table, selection, would_drop, keep, advantages, totals, step, share, scores.fused, work, usage)
+    return Outcome(
+        table, selection, would_drop, keep, advantages, totals, step, share, scores.fused, work, usage,
+        current if with_logp else None, breakdown(rows, world),
+    )  # fmt: skip
 
 
 def _score(

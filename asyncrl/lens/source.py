@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError
 from asyncrl.learner.dump import FOLDER, Dump, named, policy_in, read, read_head
+from asyncrl.learner.dumped import dumps_in, epochs_of, is_undone
 from asyncrl.learner.export import FINAL, export_step
 from asyncrl.learner.stored import FOLDER as CHECKPOINTS
 from asyncrl.learner.stored import by_age
 from asyncrl.learner.stored import names as checkpoints
-from asyncrl.metrics.sink import FILE, read_jsonl, timeline
 
 log = logging.getLogger(__name__)
 
@@ -23,41 +24,36 @@ START = "start"
 
 
 def dumps_of(run_dir: Path, updates: Sequence[int], notes: list[str]) -> list[Dump]:
-    """The dumps of some updates, or all of them but those that a resumed learner undid (which is noted)."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(f"{run_dir} is no run folder: it has no config.yaml; give the folder run.dir/run.name")
-    there = named(run_dir)
-    if not there:
-        raise ConfigError(
-            f"{run_dir / FOLDER} has no dump: run with logging.dump_every=10 (updates between dumps), or go on with "
-            "this run: asyncrl run ... --resume logging.dump_every=10"
-        )
-    lacking = [u for u in updates if u not in there]
-    if lacking:
-        raise ConfigError(f"{run_dir} has no dump of update {lacking[0]}; it has {', '.join(map(str, there))}")
-    epochs = _epochs(run_dir)
-    chosen = []
-    for update in sorted(set(updates)) or there:
-        epoch = read_head(there[update]).epoch
-        if epoch < epochs.get(update, epoch) or (update not in epochs and epoch < max(epochs.values(), default=epoch)):
+    """The dumps of some updates, or all of them but those that a resumed learner undid (which is noted).
+
+    A damaged one is left out and noted; ConfigError where none is left.
+    """
+    there = dumps_in(run_dir, updates)
+    epochs = epochs_of(run_dir)
+    chosen: list[Dump] = []
+    damaged: list[ConfigError] = []
+    for update, folder in there.items():
+        try:
+            dump = read(folder)
+        except ConfigError as exc:
+            damaged.append(exc)
+            notes.append(f"left out: {exc}")
+            continue
+        epoch = dump.head.epoch
+        if is_undone(update, epoch, epochs):
             notes.append(
                 f"the dump of update {update} is of run epoch {epoch}, which a later learner undid"
                 + ("" if updates else "; it is left out, --update takes it in")
             )
             if not updates:
                 continue
-        chosen.append(read(there[update]))
+        chosen.append(dump)
+    if not chosen and damaged:
+        raise damaged[0]
     if not chosen:
         raise ConfigError(f"{run_dir / FOLDER} has only dumps that a later learner undid; name one with --update")
     _check(chosen)
     return chosen
-
-
-def _epochs(run_dir: Path) -> dict[int, int]:
-    """Run epoch of every update that stands, as far as the records say."""
-    file = run_dir / FILE
-    records = timeline(read_jsonl(file)) if file.is_file() else []
-    return {int(r["update"]): int(r["run/epoch"]) for r in records if "run/epoch" in r}
 
 
 def _check(dumps: Sequence[Dump]) -> None:
@@ -129,7 +125,11 @@ class Policies:
 
     def _dumped(self) -> dict[int, Path]:
         """Policies in dumps, by update."""
-        found = {u: policy_in(f, read_head(f)) for u, f in named(self.run_dir).items()}
+        found = {}
+        for update, folder in named(self.run_dir).items():
+            # What is wrong with a head was noted where the dump was to be read.
+            with suppress(ConfigError):
+                found[update] = policy_in(folder, read_head(folder))
         return {u: f for u, f in found.items() if f is not None}
 
     def _checkpoints(self) -> list[str]:

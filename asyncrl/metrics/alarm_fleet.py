@@ -118,12 +118,14 @@ def dead_generator(h: History, s: sections.GeneratorAlarm, facts: Facts) -> Judg
 
 
 def reward_errors(h: History, s: sections.RewardErrorAlarm, facts: Facts) -> Judgement | None:
-    """Groups that went back without a reward, against those that were trained."""
+    """Groups that went back without a reward, and responses that were left out for it, against what was trained."""
     responses = h.get("policy/responses")
     if not responses or len(h.points) < 2:
         return None
     failed, trained = sum(h.growths("generator/", "/reward_errors").values()), responses / facts.group_size
-    return Judgement(
-        failed > s.above * (failed + trained),
-        f"{failed:.0f} groups could not be scored while {trained:.0f} were trained",
-    )
+    left_out = (h.growth("verifier/errors") or 0.0) + (h.growth("verifier/timeouts") or 0.0)
+    text = f"{failed:.0f} groups could not be scored while {trained:.0f} were trained"
+    if left_out:
+        text += f"; {left_out:.0f} responses have no reward, against {responses:.0f} that trained"
+    bad = failed > s.above * (failed + trained) or left_out > s.above * (left_out + responses)
+    return Judgement(bad, text)

@@ -13,7 +13,7 @@ KEPT = 400
 _READ = (
     "policy/", "optim/", "mismatch/ess", "mismatch/f_2", "mismatch/kl_", "drift/mean", "staleness/lag_",
     "staleness/masked_", "staleness/left_out/count", "staleness/trained/count", "throughput/", "experts/unused",
-    "generator/alive",
+    "generator/alive", "verifier/",
 )  # fmt: skip
 _OF_GENERATORS = ("/alive", "/reward_errors")
 

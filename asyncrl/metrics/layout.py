@@ -34,6 +34,10 @@ _PAGES: Mapping[str, Mapping[str, Chart]] = {
             "policy/truncated_fraction",
             "policy/zero_variance_fraction",
         ),
+        "named parts of the reward": ("reward/<word>",),
+        "reward by data source": ("source/<word>/reward",),
+        "share of the responses by data source": ("source/<word>/share",),
+        "length by data source, in tokens": ("source/<word>/length",),
         "loss": ("policy/loss",),
     },
     "Mismatch": {
@@ -52,6 +56,16 @@ _PAGES: Mapping[str, Mapping[str, Chart]] = {
         "clip fraction: share of tokens whose ratio was clipped": ("policy/clip_fraction",),
         "learning rate": ("optim/lr",),
         "skipped updates so far": ("optim/skipped_updates",),
+    },
+    "Evaluation": {
+        "avg@k by set: mean reward of the sampled answers": ("eval/<set>/avg_at_<k>",),
+        "pass@k by set": ("eval/<set>/pass_at_<k>",),
+        "maj@k by set: the most frequent answer": ("eval/<set>/maj_at_<k>",),
+        "greedy by set": ("eval/<set>/greedy",),
+        "length by set, in tokens": ("eval/<set>/length",),
+        "share of truncated responses by set": ("eval/<set>/truncated",),
+        "share of responses without an answer, by set": ("eval/<set>/no_answer",),
+        "95 % interval of avg@k by set: both ends": ("eval/<set>/ci_low", "eval/<set>/ci_high"),
     },
     "Staleness": {
         "lag in updates: tokens' mean, responses' p90, largest": (
@@ -114,6 +128,7 @@ _PAGES: Mapping[str, Mapping[str, Chart]] = {
         "tokens per second by generator": ("generator/<id>/tokens_per_s",),
         "failures so far by generator": ("generator/<id>/failures",),
         "living generators, failed loads so far": ("generator/alive", "generator/failed_loads"),
+        "responses without a reward so far: errors, timeouts": ("verifier/errors", "verifier/timeouts"),
         "busy share by generator": ("generator/<id>/busy_fraction",),
         "mean lag by generator": ("generator/<id>/lag",),
         "drift by generator": ("generator/<id>/drift",),

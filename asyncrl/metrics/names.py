@@ -1,7 +1,7 @@
 """Every metric a record can contain: its name, and what it is in one line.
 
-`<id>`, `<i>`, `<l>`, `<n>`, `<d>`, `<lags>`, `<name>`, `<part>`, `<reason>` stand for a part that varies.
-docs/metrics.md is this table in print; the dashboard layout may name nothing else.
+`<id>`, `<set>`, `<word>`, `<i>`, `<k>`, `<l>`, `<n>`, `<d>`, `<lags>`, `<name>`, `<part>`, `<reason>` stand for a part
+that varies. docs/metrics.md is this table in print; the dashboard layout may name nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ VARIABLES: dict[str, str] = {
     "<id>": r"[^/]+",
     "<reason>": r"[a-z0-9_]+",
     "<name>": r"[a-z0-9_]+",
+    "<set>": r"[^/]+",
+    "<word>": r"[^/]+",
     "<i>": r"\d+",
+    "<k>": r"\d+",
     "<l>": r"\d+",
     "<n>": r"\d+",
     "<d>": r"\d+",
@@ -26,18 +29,44 @@ NAMES: dict[str, str] = {
     "policy/response_length": "mean response length in tokens",
     "policy/entropy": "mean entropy of the policy over the loss tokens, in nats",
     "policy/truncated_fraction": "share of responses that ended at max_new_tokens",
+    "policy/truncated_masked": "share of responses that do not train because they were cut off (truncated=mask)",
+    "policy/truncated_masked_tokens": "share of the loss tokens that are left out for it, of those and what trains",
+    "policy/truncated_penalised": "share of responses whose reward was lowered for their length (truncated=penalise)",
+    "policy/refilled_fraction": "zero_variance=refill: groups of equal rewards that were dropped since the record "
+    "before, as a share of those and the groups of this update",
     "policy/clip_fraction": "share of loss tokens whose ratio was clipped",
     "policy/zero_variance_fraction": "share of groups whose rewards are all equal (advantage exactly 0)",
     "policy/loss": "the loss that was minimised",
     "policy/responses": "responses of this update",
-    "policy/tokens": "loss tokens of this update, after the staleness mask",
-    "eval/sampled_accuracy": "held-out accuracy, sampled at the training temperature",
-    "eval/greedy_accuracy": "held-out accuracy, greedy decoding",
+    "policy/tokens": "loss tokens of this update, after the staleness mask and truncated=mask",
+    "eval/sampled_accuracy": "held-out accuracy, sampled at the training temperature: mean reward over all sets",
+    "eval/greedy_accuracy": "held-out accuracy, greedy decoding: mean reward of the greedy answers of all sets",
     "eval/response_length": "mean length of the sampled held-out responses",
     "eval/truncated_fraction": "share of the sampled held-out responses that ended at max_new_tokens",
     "eval/version": "update of the weights that were evaluated",
     "eval/epoch": "run epoch of the weights that were evaluated",
     "eval/count": "held-out answers: problems x (samples, and one more where greedy decoding is on)",
+    # held-out accuracy by set (docs/evaluation.md)
+    "eval/<set>/avg_at_<k>": "mean reward of k sampled answers per prompt of this set (avg@k); k is what was asked for",
+    "eval/<set>/pass_at_<k>": "unbiased pass@k of this set, for the powers of two up to the samples asked for",
+    "eval/<set>/maj_at_<k>": "reward of the most frequent of k extracted answers per prompt (maj@k)",
+    "eval/<set>/greedy": "mean reward of the greedy answers of this set",
+    "eval/<set>/length": "mean length of its sampled responses, in tokens (of the greedy ones without a sampled one)",
+    "eval/<set>/truncated": "share of them that ended at max_new_tokens",
+    "eval/<set>/no_answer": "share of them that give no answer; 1 where the verifier or the user's reward names none",
+    "eval/<set>/stderr": "standard error of avg_at_<k> (of greedy without a sampled answer), over prompts",
+    "eval/<set>/ci_low": "lower end of its 95 % interval",
+    "eval/<set>/ci_high": "upper end of its 95 % interval",
+    "eval/<set>/prompts": "prompts of this set with an answer",
+    "eval/<set>/count": "answers of this set",
+    "eval/<set>/part/<id>": "mean of a named part of the reward over its sampled responses",
+    # parts of the reward and sources of the data (docs/shaping.md)
+    "reward/<word>": "mean of a named part of the reward over the responses of this update that have it",
+    "source/<word>/reward": "mean reward of the responses to the prompts of one data source",
+    "source/<word>/length": "mean length of them, in tokens",
+    "source/<word>/share": "their share of the responses of this update",
+    "data/<word>": "prompts of all files that were left out while they were read, by reason (docs/data.md): overlong, "
+    "duplicate, ...",
     # optimisation
     "optim/grad_norm": "gradient norm before clipping, over all ranks",
     "optim/lr": "learning rate of this update",
@@ -151,12 +180,18 @@ NAMES: dict[str, str] = {
     "generator/<id>/load_s": "seconds spent loading so far",
     "generator/<id>/load_failures": "versions that could not be loaded so far",
     "generator/<id>/in_flight": "groups being sampled",
-    "generator/<id>/reward_errors": "rewards that could not be scored so far",
+    "generator/<id>/reward_errors": "groups so far that went back because too few of their responses had a reward",
+    "generator/<id>/verifier_errors": "responses so far left out of their groups: their verifier raised, crashed or "
+    "returned no reward",
+    "generator/<id>/verifier_timeouts": "responses so far left out of their groups: their verifier did not end in time",
     "generator/<id>/timeouts": "groups so far that were not finished near the end of their lease",
     "generator/<id>/waits": "weights.on_load abort and drain: requests so far that waited for new weights",
     "generator/<id>/resampled": "responses so far begun again: new weights (weights.on_load) or a server stopped them",
     "generator/<id>/retractions": "sglang: how often so far a response lost its KV for want of memory and ran again",
     "generator/<id>/cached_tokens": "sglang: prompt tokens so far that were in the server's prefix cache",
+    "generator/<id>/reused_tokens": "embedded engine: tokens of earlier turns so far that the next turn of a "
+    "conversation did not run again",
+    "generator/<id>/conversations": "embedded engine: conversations of which it keeps keys, values and routes now",
     "generator/<id>/stale_prefix": "sglang: responses so far begun again: their cached prefix was of older weights",
     "generator/<id>/unsure_tokens": "sglang: tokens so far that are left out of the loss, since they were on their way "
     "while weights changed (docs/sglang.md)",
@@ -175,6 +210,10 @@ NAMES: dict[str, str] = {
     "sentinel/<id>/joint_z": "both together: their sum by sqrt(2)",
     "sentinel/<id>/quarantined": "1 while this generator gets no leases because it differs from the fleet, else 0",
     "generator/failed_loads": "loads that failed so far, all generators",
+    "verifier/errors": "responses so far that have no reward, all generators: the verifier, the user's reward or the "
+    "environment raised, crashed or returned none; they are left out, never counted as 0",
+    "verifier/timeouts": "responses so far that have no reward, all generators: it did not come in time",
+    "verifier/restarts": "worker processes of rewards and environments that were replaced so far, all generators",
     # throughput
     "throughput/learner_tokens_per_s": "response tokens trained per second",
     "throughput/generator_tokens_per_s": "tokens sampled per second, all generators",
@@ -215,6 +254,8 @@ NAMES: dict[str, str] = {
     "run/checkpoint_s": "seconds that the learner stood still for checkpoints since the record before",
     "run/checkpoint_write_s": "seconds in which the slowest rank wrote the newest one, beside the training",
     "run/checkpoint_failures": "checkpoints of this learner that came to nothing",
+    "run/best": "update of the version in RUN/best (learner.keep_best); absent before the first evaluation is over",
+    "run/best_value": "its value of that metric",
     "run/dump_s": "seconds that the learner stood still for the dump of this update (logging.dump_every)",
     "run/dump_bytes": "its size, the policy in it included; 0 when it failed",
     "run/dump_failures": "dumps of this learner that came to nothing so far",

@@ -31,6 +31,10 @@ WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.j
 """Ends of the names of files that hold weights, or say where they lie."""
 
 
+NOTES = ("best.json",)
+"""Files that say of the weights beside them how they were chosen: not true of others."""
+
+
 class Plan(NamedTuple):
     """One tensor to come."""
 
@@ -123,7 +127,7 @@ class FolderWriter:
         dtype: what config.json then says the weights are stored in; None leaves it.
         """
         for file in sorted(start.iterdir()):
-            if file.is_file() and not file.name.endswith(WEIGHT_FILES):
+            if file.is_file() and not file.name.endswith((*WEIGHT_FILES, *NOTES)):
                 shutil.copy2(file, self._aside / file.name)
         if dtype is not None:
             file = self._aside / "config.json"

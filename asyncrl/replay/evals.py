@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.replay.evaluation import Evaluation
 from asyncrl.replay.tally import Tally
+from asyncrl.tasks.held_out import Asked, set_of
 from asyncrl.types import Prompt, Version
 from asyncrl.wire import EvalResult, LeaseMsg
 
 log = logging.getLogger(__name__)
+
+DETAILED = 8
+"""Newest finished evaluations whose numbers by set are kept: each is recorded within an update, and replay sends all
+that it keeps with every state."""
 
 
 class EvalsState(NamedTuple):
@@ -31,7 +36,9 @@ class EvalsState(NamedTuple):
 class Evaluations:
     """Open and finished evaluations of a run. every = 0 is off.
 
-    timeout_s bounds an evaluation from its first lease on, and from `finish` on in any case.
+    sets: what is asked of a set instead of samples and greedy, by the name of the set (Prompt.data_source). ValueError
+    for a name without a prompt, and for two prompts of one id, whose answers could not be told apart. timeout_s bounds
+    an evaluation from its first lease on, and from `finish` on in any case.
     """
 
     def __init__(
@@ -42,6 +49,7 @@ class Evaluations:
         every: int,
         samples: int = 1,
         greedy: bool = True,
+        sets: Mapping[str, Asked] | None = None,
         timeout_s: float = 180.0,
         lease_timeout_s: float = 120.0,
         max_attempts: int = 5,
@@ -50,7 +58,11 @@ class Evaluations:
         self._cancelled: list[tuple[str, str]] = []
         self._prompts, self._tally = prompts, tally
         self._every = every if len(prompts) else 0
-        self._samples, self._greedy = samples, greedy
+        self._asked_of = {set_of(p): (sets or {}).get(set_of(p), Asked(samples, greedy)) for p in prompts}
+        if unknown := set(sets or ()) - set(self._asked_of):
+            raise ValueError(f"no held-out prompt is of {sorted(unknown)}; there are {sorted(self._asked_of)}")
+        if len({p.prompt_id for p in prompts}) < len(prompts):
+            raise ValueError("two held-out prompts have the same prompt_id; ids must differ, also between sets")
         self._timeout_s, self._lease_timeout_s, self._max_attempts = timeout_s, lease_timeout_s, max_attempts
         self._open: list[Evaluation] = []
         self._asked: set[Version] = set()
@@ -72,6 +84,11 @@ class Evaluations:
     def num_open(self) -> int:
         """Evaluations that are not finished."""
         return len(self._open)
+
+    @property
+    def measuring(self) -> list[Version]:
+        """Versions of the evaluations that are not finished."""
+        return [e.target for e in self._open]
 
     def save(self) -> EvalsState:
         """All but the answers of open evaluations, which are asked for again."""
@@ -189,7 +206,7 @@ class Evaluations:
         self._open.append(self._new(version))
 
     def _new(self, version: Version) -> Evaluation:
-        return Evaluation(str(version), version, self._prompts, self._samples, self._greedy)
+        return Evaluation(str(version), version, self._prompts, self._asked_of)
 
     def _restart(self, evaluation: Evaluation, version: Version) -> None:
         log.warning("evaluation %s: nobody holds %s, uses %s", evaluation.eval_id, evaluation.target, version)
@@ -210,4 +227,6 @@ class Evaluations:
                 self._tally.count("eval_empty")
                 continue
             self.finished.append(evaluation.result())
+            for old in self.finished[:-DETAILED]:
+                old.pop("sets", None)
             log.info("evaluation %s: %s", evaluation.eval_id, self.finished[-1])

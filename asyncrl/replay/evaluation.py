@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from asyncrl.tasks.estimates import Answer, summary
+from asyncrl.tasks.held_out import Asked, set_of
 from asyncrl.types import Prompt, Version
 from asyncrl.wire import EvalAnswer, LeaseMsg, prompt_to_msg
 
@@ -27,15 +29,19 @@ class Out(NamedTuple):
 
 
 class Evaluation:
-    """All responses come from one version: when it cannot be had any more, the newest one starts over."""
+    """All responses come from one version: when it cannot be had any more, the newest one starts over.
 
-    def __init__(self, eval_id: str, target: Version, prompts: Sequence[Prompt], samples: int, greedy: bool) -> None:
+    asked: of the prompts of every set, by its name. Ids of prompts differ, also between sets.
+    """
+
+    def __init__(self, eval_id: str, target: Version, prompts: Sequence[Prompt], asked: Mapping[str, Asked]) -> None:
         self.eval_id, self.target, self.requested = eval_id, target, target
         self.started: float | None = None
-        self._prompts = prompts
+        self._prompts, self._asked = prompts, asked
         self._index = {p.prompt_id: i for i, p in enumerate(prompts)}
-        self._keys = [Key(i, s, False) for i in range(len(prompts)) for s in range(samples)]
-        self._keys += [Key(i, 0, True) for i in range(len(prompts))] if greedy else []
+        of = [asked[set_of(p)] for p in prompts]
+        self._keys = [Key(i, s, False) for i, a in enumerate(of) for s in range(a.samples)]
+        self._keys += [Key(i, 0, True) for i, a in enumerate(of) if a.greedy]
         self._pending = dict.fromkeys(self._keys)
         self._out: dict[Key, Out] = {}
         self._answers: dict[Key, EvalAnswer] = {}
@@ -112,7 +118,10 @@ class Evaluation:
         self._attempts = Counter()
 
     def result(self) -> dict[str, Any]:
-        """Means over the answers. Lengths and truncation are those of the sampled ones, if there are any."""
+        """Means over the answers of all sets, and under `sets` what the answers of each say (tasks.estimates.summary).
+
+        Lengths and truncation are those of the sampled ones, if there are any.
+        """
         sampled = [a for k, a in self._answers.items() if not k.greedy]
         greedy = [a for k, a in self._answers.items() if k.greedy]
         shown = sampled or greedy
@@ -131,7 +140,19 @@ class Evaluation:
             out["sampled_accuracy"] = _mean([a.reward for a in sampled])
         if greedy:
             out["greedy_accuracy"] = _mean([a.reward for a in greedy])
-        return out
+        return out | {"sets": self._sets()}
+
+    def _sets(self) -> dict[str, dict[str, float]]:
+        by_set: dict[str, list[Answer]] = {set_of(p): [] for p in self._prompts}
+        for key in self._keys:
+            if (a := self._answers.get(key)) is not None:
+                by_set[set_of(self._prompts[key.prompt])].append(
+                    Answer(
+                        a.prompt_id, a.sample, a.greedy, a.reward, a.length, a.finish_reason == "length", a.extracted,
+                        a.parts,
+                    )
+                )  # fmt: skip
+        return {name: summary(answers, self._asked[name].samples) for name, answers in by_set.items()}
 
     def _again(self, key: Key, max_attempts: int) -> None:
         del self._out[key]

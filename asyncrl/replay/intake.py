@@ -22,6 +22,12 @@ from asyncrl.wire import GroupHead
 
 log = logging.getLogger(__name__)
 
+PENALTY = "truncation_penalty"
+"""The part of a reward that algorithm.truncated=penalise adds."""
+
+FLAT_TIMES = 8
+"""So many takes' worth of groups of equal rewards in the time of one take are worth a line in the log."""
+
 MAX_LOGGED = 20
 """Refusals of one kind that are logged; later ones are only counted."""
 
@@ -51,6 +57,14 @@ class Intake:
     model: ModelInfo | None
     barred: set[str]
     """Generators in quarantine: nothing new of theirs comes in."""
+    num_flat: int = 0
+    """Groups of equal rewards that were dropped since the last take (zero_variance=refill)."""
+
+    @property
+    def flat_note(self) -> str:
+        """What `num_flat` adds to the words for a take that waits."""
+        n = self.num_flat
+        return f", {n} dropped for equal rewards (algorithm.zero_variance=refill)" if n else ""
 
     def last_attempt(self, entry: Entry) -> int:
         """The highest attempt that can exist; an earlier process may have leased oftener than it could save."""
@@ -84,6 +98,7 @@ class Intake:
         d, size = digest(group), num_bytes(payload)
         entry.attempt = max(entry.attempt, group.attempt)
         self.patience.note(group.seconds)
+        self._note_rate(entry, d, group)
         left = self._unusable(entry, d, sender, size)
         if left is not None:
             return left
@@ -91,9 +106,19 @@ class Intake:
             self.tally.count("late_result")
             self.exits.cancel(entry)
         if len(group.trajectories) < self.limits.group_size:
-            self.tally.count("partial")
+            self.tally.count("short_groups")
+            if self.limits.on_timeout == "partial":
+                self.tally.count("partial")
         self.ledger.finish(entry, d, size, sender)
         return self._admit(entry, payload)
+
+    def _note_rate(self, entry: Entry, d: GroupDigest, group: GroupHead) -> None:
+        """How often a prompt was solved, also where that is what makes the group useless."""
+        if not any(self.clock.lost(v) for v in d.versions):
+            update = d.versions[-1].update if d.versions else self.clock.update
+            # Too long is not unsolved.
+            rewards = [t.reward - t.parts.get(PENALTY, 0.0) for t in group.trajectories]
+            self.ledger.curriculum.note(entry.index, sum(rewards) / len(rewards), update)
 
     def _admit(self, entry: Entry, payload: Sequence[Buffer]) -> Put:
         """Into the queue, if there is room for its payload."""
@@ -169,6 +194,7 @@ class Intake:
         if not d.versions:
             return self._give_up(entry, d, "no_tokens")
         if flat:
+            self._count_flat()
             return self._give_up(entry, d, "zero_variance")
         if size > self.limits.share_bytes:
             log.warning(
@@ -178,6 +204,17 @@ class Intake:
             )
             return self._give_up(entry, d, "too_large")
         return None
+
+    def _count_flat(self) -> None:
+        """One more; says so when a take costs FLAT_TIMES as many groups as it has, and at each doubling of that."""
+        self.num_flat += 1
+        times, left = divmod(self.num_flat, FLAT_TIMES * self.limits.take_groups)
+        if not left and times & (times - 1) == 0:
+            log.warning(
+                "%d groups of equal rewards were dropped since the last take (algorithm.zero_variance=refill), which "
+                "needs %d others: prompts are too easy or too hard; choose others, a larger algorithm.group_size, or "
+                "algorithm.zero_variance=keep", self.num_flat, self.limits.take_groups,
+            )  # fmt: skip
 
     def _give_up(self, entry: Entry, d: GroupDigest, reason: str) -> Put:
         self.exits.cancel(entry, but=d.attempt)

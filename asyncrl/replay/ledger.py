@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncrl.arrays import Buffer
+from asyncrl.replay.curriculum import Curriculum, CurriculumState
 from asyncrl.replay.cursor import Cursor, CursorState
 from asyncrl.replay.digest import GroupDigest
+from asyncrl.replay.tally import Tally
 from asyncrl.types import Prompt, Version
 
 
@@ -108,14 +110,19 @@ class LedgerState(NamedTuple):
     cursor: CursorState
     largest_bytes: int
     open: list[Open]
+    curriculum: CurriculumState = CurriculumState()
 
 
 class Ledger:
     """All groups, by id `<data epoch>/<prompt id>`, in the order of the cursor."""
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], seed: int, weights: Mapping[str, float] | None = None,
+        curriculum: Curriculum | None = None,
+    ) -> None:  # fmt: skip
         self.prompts = prompts
-        self.cursor = Cursor(prompts, seed)
+        self.curriculum = curriculum or Curriculum(len(prompts), None, Tally())
+        self.cursor = Cursor(prompts, seed, weights, self.curriculum)
         self.entries: dict[str, Entry] = {}
         self.pending: dict[str, Entry] = {}
         self._fresh: dict[str, Entry] = {}
@@ -221,11 +228,13 @@ class Ledger:
         opened = [
             Open(e.data_epoch, e.index, e.attempt, e.min_attempt, e.excused, _taken(e)) for e in self.entries.values()
         ]
-        return LedgerState(self.cursor.save(self._counts[State.PENDING]), self.largest_bytes, opened)
+        cursor = self.cursor.save(self._counts[State.PENDING])
+        return LedgerState(cursor, self.largest_bytes, opened, self.curriculum.save())
 
     def load(self, state: LedgerState) -> None:
         """Go on from there: what is not in a take waits to be leased or claimed, also what was only reserved."""
         assert not self.entries
+        self.curriculum.load(state.curriculum)
         self.cursor.load(state.cursor)
         self.largest_bytes = state.largest_bytes
         for o in state.open:

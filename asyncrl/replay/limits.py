@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
+from asyncrl.replay.curriculum import Bounds
 from asyncrl.types import ModelInfo, Prompt
 
 LIVE = ("max_lag", "sync_every", "stale", "on_evict", "zero_variance", "patience")
@@ -19,7 +20,8 @@ class Limits:
     """What the queue allows; all its parts share one, which takes new values while they run.
 
     G groups per update, M updates per take, N updates per publication. total_updates: updates of the whole run, 0
-    for no end. group_bytes: payload reserved for a leased group until a larger one was seen.
+    for no end. group_bytes: payload reserved for a leased group until a larger one was seen. weights: share of each
+    data source in the prompts, none for every prompt as often as the next. curriculum: None is off.
     """
 
     groups_per_update: int
@@ -38,6 +40,8 @@ class Limits:
     seed: int = 0
     patience: float = 3.0
     on_timeout: Literal["reissue", "partial"] = "reissue"
+    weights: Mapping[str, float] = field(default_factory=dict)
+    curriculum: Bounds | None = None
 
     def follow(self, new: Limits) -> None:
         """Take over the values of `new` that may change while the queue runs (LIVE)."""
@@ -51,8 +55,8 @@ class Limits:
 
     @property
     def fewest_responses(self) -> int:
-        """Responses that a group must have."""
-        return min(2, self.group_size) if self.on_timeout == "partial" else self.group_size
+        """Responses that a group must have: those that were too slow or that nothing could score are left out."""
+        return min(2, self.group_size)
 
     @property
     def share_bytes(self) -> int:
@@ -60,9 +64,9 @@ class Limits:
         return self.capacity_bytes // self.take_groups
 
 
-def limits_of(config: Config, group_bytes: int = 0) -> Limits:
-    """The queue's settings of a run."""
-    a, s, r = config.algorithm, config.staleness, config.replay
+def limits_of(config: Config, group_bytes: int = 0, weights: Mapping[str, float] | None = None) -> Limits:
+    """The queue's settings of a run. weights: of its task."""
+    a, s, r, c = config.algorithm, config.staleness, config.replay, config.task.curriculum
     return Limits(
         groups_per_update=a.groups_per_update,
         group_size=a.group_size,
@@ -80,20 +84,28 @@ def limits_of(config: Config, group_bytes: int = 0) -> Limits:
         seed=config.run.seed,
         patience=s.patience,
         on_timeout=r.on_timeout,
+        weights=dict(weights or {}),
+        curriculum=Bounds(c.low, c.high, c.rest) if c.kind == "solve_rate" else None,
     )
 
 
 def group_bytes(config: Config, model: ModelInfo, prompts: Sequence[Prompt]) -> int:
-    """Payload of the largest group that can be expected: every response as long as allowed.
-
-    The longest of the first 256 prompts stands for all.
-    """
-    longest = max((len(prompts[i].token_ids) for i in range(min(256, len(prompts)))), default=0)
-    return largest_group_bytes(config, model, longest)
+    """Payload of the largest group that can be expected: of the longest prompt, every response as long as allowed."""
+    return largest_group_bytes(config, model, longest_of(prompts), texts_of(prompts))
 
 
-def largest_group_bytes(config: Config, model: ModelInfo, prompt: int) -> int:
-    """As `group_bytes`, for a prompt of that many tokens.
+def longest_of(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest prompt."""
+    return max((len(p.token_ids) for p in prompts), default=0)
+
+
+def texts_of(prompts: Sequence[Prompt]) -> int:
+    """Most bytes of the texts that travel with one prompt: its own, its gold answer, what a reward reads of its row."""
+    return max((sum(len(t.encode()) for t in (p.text, p.answer, p.extra)) for p in prompts), default=0)
+
+
+def largest_group_bytes(config: Config, model: ModelInfo, prompt: int, texts: int = 0) -> int:
+    """As `group_bytes`, for a prompt of that many tokens with that many bytes of texts.
 
     A response has as many version segments as one update may use, or two: the counts of each are kept.
     """
@@ -104,14 +116,14 @@ def largest_group_bytes(config: Config, model: ModelInfo, prompt: int) -> int:
     response += segments * len(model.layers) * model.num_experts * (2 if tokens <= 65535 else 4)
     if config.full_routes:
         response += (prompt + tokens) * len(model.layers) * model.top_k * model.route_dtype.itemsize
-    return config.algorithm.group_size * (response + 128) + 4 * prompt + 512
+    return config.algorithm.group_size * (response + 128) + 4 * prompt + texts + 512
 
 
 def largest_message(one_group: int, group_size: int) -> tuple[int, int]:
     """(bytes, frames) that no message to replay exceeds: beyond them, a peer is no generator of this run.
 
-    Four times the largest expected group, because prompts beyond the first 256 may be longer. A group has two
-    frames and five arrays per response.
+    Four times the largest expected group, for headers and texts besides the arrays. A group has two frames and five
+    arrays per response.
     """
     return max(2**22, 4 * one_group), 5 * group_size + 2
 
@@ -129,11 +141,12 @@ def check_capacity(config: Config, one_group: int) -> None:
 
 def fits(model: ModelInfo, prompts: Sequence[Prompt], max_bytes: int) -> Callable[[Config], None]:
     """What refuses a live change under which groups would outgrow this replay's capacity or its socket's limit."""
+    longest, texts = longest_of(prompts), texts_of(prompts)
 
     def check(config: Config) -> None:
-        one_group = group_bytes(config, model, prompts)
+        one_group = largest_group_bytes(config, model, longest, texts)
         check_capacity(config, one_group)
-        # The socket has room for prompts that are longer than expected, and keeps half of it for them.
+        # The socket keeps half of its room for what stands beside the arrays.
         if one_group > max_bytes // 2:
             raise ConfigError(
                 f"staleness.max_lag={config.staleness.max_lag} with sync_every={config.staleness.sync_every}: a group "

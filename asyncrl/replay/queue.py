@@ -13,6 +13,7 @@ from asyncrl.arrays import Buffer
 from asyncrl.replay.admission import num_batches, refusal
 from asyncrl.replay.claims import Claim, Claims
 from asyncrl.replay.clock import Clock
+from asyncrl.replay.curriculum import Curriculum
 from asyncrl.replay.exits import Exits
 from asyncrl.replay.intake import Intake, Put
 from asyncrl.replay.knobs import Knobs
@@ -47,7 +48,8 @@ class ReplayQueue:
         """Tuned and configured value of settings that were tuned before the config was changed, see `load`."""
         self.clock = Clock()
         self.tally = Tally()
-        self.ledger = Ledger(prompts, limits.seed)
+        curriculum = Curriculum(len(prompts), limits.curriculum, self.tally)
+        self.ledger = Ledger(prompts, limits.seed, limits.weights, curriculum)
         self.closed = False
         self.waiting, self.lacks = "nothing was asked for", "groups"
         self.recovery = Recovery()
@@ -85,8 +87,8 @@ class ReplayQueue:
     def load(self, state: QueueState) -> None:
         """Go on from there, in a queue that was just made."""
         self.clock.load(state.clock)
-        self.ledger.load(state.ledger)
         self.tally.load(state.tally)
+        self.ledger.load(state.ledger)
         self._takes.by_id = {t.take_id: t for t in state.takes}
         self._takes.retired, self.closed = state.retired_take, state.closed
         self.quarantine.load(state.quarantine)
@@ -132,6 +134,7 @@ class ReplayQueue:
                 self.dissolve(take_id)
             self._takes.retired = -1
             self._patience.reset()
+            self.ledger.curriculum.roll_back(version.update)
             for group_id in dict.fromkeys(c.group_id for c in undone):
                 if self.ledger.reopen(group_id):
                     self.tally.count("rolled_back")
@@ -248,6 +251,7 @@ class ReplayQueue:
             leased, kept = self.ledger.count(State.LEASED), self.ledger.count(State.KEPT)
             self.waiting, self.lacks = f"{queued} of {count * size} groups for update {update}", "groups"
             self.waiting += f", {leased} leased" + f", {kept} kept by generators until there is room" * (kept > 0)
+            self.waiting += self._intake.flat_note
             return None
         why = self._patience.waits(take_id, update, count, now)
         if why:
@@ -261,7 +265,7 @@ class ReplayQueue:
             entry = self.ledger.entries[candidate.group_id]
             self.ledger.move(entry, State.TAKEN)
             entry.take_id = take_id
-        self._changed = True
+        self._changed, self._intake.num_flat = True, 0
         self._takes.add(take)
         return take
 

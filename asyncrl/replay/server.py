@@ -25,10 +25,11 @@ from asyncrl.replay.limits import check_capacity, fits, group_bytes, largest_mes
 from asyncrl.replay.quarantine import rules_of
 from asyncrl.replay.queue import ReplayQueue
 from asyncrl.replay.service import ReplayServer
-from asyncrl.replay.snapshot import SnapshotFile, fingerprint
+from asyncrl.replay.snapshot import SnapshotFile, data_fingerprint, fingerprint
 from asyncrl.replay.tuning import Tuning
 from asyncrl.replay.untune import done, ordered
 from asyncrl.tasks import build
+from asyncrl.tasks.held_out import asked_by_set
 from asyncrl.transport.rendezvous import publish_address
 from asyncrl.transport.sockets import Server
 
@@ -92,12 +93,15 @@ def collect_rarely() -> None:
 
 def _serve(config: Config, run_dir: Path) -> None:
     task = build(config.task, config.model.path)
+    for note in task.notes:
+        log.info("%s", note)
     model = describe(config.model.path)
     one_group = group_bytes(config, model, task.train)
     check_capacity(config, one_group)
     max_bytes, max_frames = largest_message(one_group, config.algorithm.group_size)
     knobs = Knobs(config, fits(model, task.train, max_bytes), ordered(run_dir))
-    queue = ReplayQueue(task.train, limits_of(config, one_group), model, knobs)
+    queue = ReplayQueue(task.train, limits_of(config, one_group, task.weights), model, knobs)
+    queue.tally.data = dict(task.counts)
     queue.quarantine.rules = rules_of(config)
     evaluations = Evaluations(
         task.eval,
@@ -105,11 +109,12 @@ def _serve(config: Config, run_dir: Path) -> None:
         every=config.eval.every,
         samples=config.eval.samples,
         greedy=config.eval.greedy,
+        sets=asked_by_set(config.task, config.eval),
         timeout_s=config.eval.timeout_s,
         lease_timeout_s=config.replay.lease_timeout_s,
         max_attempts=config.replay.max_attempts,
     )
-    snapshots = SnapshotFile(run_dir, fingerprint(config, model))
+    snapshots = SnapshotFile(run_dir, fingerprint(config, model), data_fingerprint(task.train, task.eval))
     snapshot = snapshots.read()
     address = run_dir / "replay.address"
     address.unlink(missing_ok=True)

@@ -36,6 +36,7 @@ def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, now: float
         "waits": {"count": tally.waits, "seconds": tally.wait_s},
         "counters": dict(tally.counters),
         "idle": dict(tally.idle),
+        "data": tally.data,
         "left_out": tally.left_out.as_dict(),
         "trained": tally.trained.as_dict(),
         "dropped": [list(pair) for pair in tally.dropped],
@@ -44,6 +45,7 @@ def state(queue: ReplayQueue, evaluations: Evaluations, peers: Peers, now: float
         "quarantine": queue.quarantine.state(),
         "tuned": queue.knobs.state(),
         "evaluations": evaluations.finished,
+        "measuring": [list(version) for version in evaluations.measuring],
         "closed": queue.closed,
         **more,
     }

@@ -72,12 +72,14 @@ class Tally:
         """Last groups that were given up, as (group_id, reason)."""
         self.waits, self.wait_s = 0, 0.0
         """Takes that waited for groups about to become too old, and how long."""
+        self.data: dict[str, int] = {}
+        """Prompts that were left out while the data was read, by `<data source>/<reason>`."""
         self.peak_bytes = 0
         """Most payload that was ever held at once."""
 
-    def count(self, reason: str) -> None:
-        """Count an event whose reason is ours."""
-        self.counters[reason] += 1
+    def count(self, reason: str, number: int = 1) -> None:
+        """Count events whose reason is ours."""
+        self.counters[reason] += number
 
     def count_foreign(self, prefix: str, text: str) -> None:
         """Count an event whose reason another process wrote: its first word, in a bounded number."""

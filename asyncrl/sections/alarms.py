@@ -151,12 +151,12 @@ class SkippedAlarm(AlarmRule):
 
 
 class RewardErrorAlarm(AlarmRule):
-    """Groups that could not be scored."""
+    """Groups that could not be scored, and responses that were left out for it."""
 
     updates: Positive = 3
     """It goes on when this many ..."""
     above: float = Field(0.05, ge=0, le=1)
-    """Bad above this share of the groups of an update's time."""
+    """Bad above this share of the groups of an update's time, or of its responses."""
 
 
 class NotFiniteAlarm(AlarmRule):

@@ -83,7 +83,11 @@ class GeneratorSection(Section):
     reward_workers: int = Field(1, ge=1, le=256)
     """Worker processes that score rewards."""
     reward_timeout_s: Seconds = Field(10.0, ge=1)
-    """Deadline of one verifier call; after it the worker is replaced."""
+    """Deadline of one call of a verifier, a user's reward or an environment; after it the worker is replaced."""
+    reward_memory_bytes: int = Field(2**32, ge=2**28)
+    """Address space of one worker that scores rewards or runs environments; beyond it a call fails."""
+    environment_workers: int = Field(1, ge=1, le=256)
+    """Worker processes that run the episodes of task.environment."""
 
 
 class ReplaySection(Section):

@@ -87,6 +87,14 @@ class AlgorithmSection(Section):
     """How token losses become one loss."""
     zero_variance: Literal["keep", "refill"] = "keep"
     """Groups of equal rewards: keep with advantage 0, or drop before the take."""
+    truncated: Literal["keep", "mask", "penalise"] = "keep"
+    """Responses that the length limit cut off. keep: trained like any other. mask: their reward counts in the baseline
+    of their group, their tokens do not train. penalise: truncated_penalty is taken from their reward."""
+    truncated_penalty: float = Field(1.0, gt=0, le=1_000_000)
+    """With truncated=penalise: what a cut-off response loses of its reward."""
+    overlong_buffer: NonNegative = 0
+    """With truncated=penalise: tokens below sampling.max_new_tokens over which the penalty grows from 0 to all of it
+    (DAPO's soft overlong punishment); 0 penalises cut-off responses only."""
     routes: Literal["native", "r3"] = "native"
     """r3 forces the rollout routes in the scoring and the update pass."""
     native_drift_every: NonNegative = 1
@@ -133,6 +141,9 @@ class LearnerSection(Section):
     """Updates between checkpoints, from which a killed learner goes on; 0 is never."""
     keep_checkpoints: int = Field(2, ge=1, le=1024)
     """Newest checkpoints that are kept."""
+    keep_best: str | None = Field(None, pattern=r"^eval/[A-Za-z0-9_./-]+$", max_length=200)
+    """Metric of an evaluation, such as eval/greedy_accuracy: the policy of the version with its highest value is kept
+    in RUN/best, whatever checkpoints are kept."""
     async_checkpoints: bool = True
     """Write checkpoints while the next updates run; takes host memory for a copy of what a rank saves."""
     checkpoint_timeout_s: Seconds = Field(600.0, ge=1)

@@ -10,19 +10,43 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from asyncrl.sections.policy import ChainSumTask
+    from asyncrl.sections.task import TaskSection
     from asyncrl.tasks.base import Task
 
-__all__ = ["build"]
+__all__ = ["build", "check", "longest_prompt"]
 
 
-def build(task: ChainSumTask, tokenizer_dir: str | Path) -> Task:
+def build(task: TaskSection, tokenizer_dir: str | Path) -> Task:
     """Training and held-out prompts of the configured task, tokenized with a model folder's tokenizer.
 
-    Deterministic in the task section and the tokenizer. Raises TaskError when the verifier fails its
-    gate, when there are too few different items, when training and held-out texts overlap, or when
-    the tokenizer cannot write the prompts or names no stop token.
+    Deterministic in the task section, the files it names and the tokenizer. Raises TaskError when the verifier fails
+    its gate, when there are too few different items, when training and held-out texts overlap, when a file cannot be
+    read (it names file, row and column), or when the tokenizer cannot write the prompts or names no stop token.
     """
-    from asyncrl.tasks import chain_sum
+    from asyncrl.tasks import chain_sum, sources
 
-    return chain_sum.build(task, tokenizer_dir)
+    if task.name == "chain_sum":
+        return chain_sum.build(task, tokenizer_dir)
+    return sources.build(task, tokenizer_dir)
+
+
+def check(task: TaskSection) -> None:
+    """What can be seen before any process starts: sizes, files and their first rows, names of procedures.
+
+    Raises TaskError as `build` does.
+    """
+    from asyncrl.tasks import chain_sum, sources
+
+    if task.name == "chain_sum":
+        chain_sum.check_sizes(task)
+    else:
+        sources.check(task)
+
+
+def longest_prompt(task: TaskSection, tokenizer_dir: str | Path) -> int:
+    """Bound on the tokens of a prompt, without building any. Raises TaskError for an unusable chat template."""
+    from asyncrl.tasks import chain_sum, sources
+
+    if task.name == "chain_sum":
+        return chain_sum.longest_prompt(task, tokenizer_dir)
+    return sources.longest_prompt(task, tokenizer_dir)

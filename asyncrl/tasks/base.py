@@ -6,8 +6,8 @@ Knows nothing of where items come from or how answers are scored.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,24 +21,47 @@ from asyncrl.types import Prompt
 
 
 class Item(NamedTuple):
-    """One problem as text: the question and its gold answer."""
+    """One problem as text: the question and its gold answer.
+
+    verifier: name of the one that scores it, "" for that of its source. extra: JSON of what else a reward or an
+    environment reads. messages: (role, content) of the conversation that a file gives instead of a question; text is
+    then the last message of the user. whole: the text is a whole instruction, around which no template of the task
+    goes. where: the file and the row that it comes from, "" of a procedure's.
+    """
 
     text: str
     answer: str
+    verifier: str = ""
+    extra: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
+    whole: bool = False
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Built prompts of one task; `train` and `eval` share no text. stop_token_ids end a response."""
+    """Built prompts of one task; `train` and `eval` share no text. stop_token_ids end a response.
+
+    counts: rows that were left out while data was read, by `<data source>/<reason>` (duplicate, overlong, ...), of
+    held-out sets by `eval/<set>/<reason>`. weights: share of each data source in the training prompts; none for every
+    prompt as often as the next. notes: a line to log about each source.
+    """
 
     name: str
     train: Sequence[Prompt]
     eval: Sequence[Prompt]
     stop_token_ids: tuple[int, ...]
+    counts: Mapping[str, int] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 def make_prompts(
-    source: str, items: Sequence[Item], tokenizer_dir: str | Path, write: Callable[[str], str] = str
+    source: str,
+    items: Sequence[Item],
+    tokenizer_dir: str | Path,
+    write: Callable[[str], str] = str,
+    data_source: str = "",
 ) -> tuple[Prompt, ...]:
     """Items to prompts, in order. Ids depend on source and text only, never on the position.
 
@@ -61,7 +84,7 @@ def make_prompts(
                 f"{text!r} comes back as {back!r}"
             )
     return tuple(
-        Prompt(prompt_id(source, text), np.asarray(row, np.int32), text, item.answer, source)
+        Prompt(prompt_id(source, text), np.asarray(row, np.int32), text, item.answer, source, data_source)
         for item, text, row in zip(items, texts, ids, strict=True)
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterator
 from pathlib import Path
 
 from asyncrl.errors import TaskError
-from asyncrl.sections.policy import ChainSumTask
+from asyncrl.sections.task import TaskSection
 from asyncrl.tasks import chat, gate
 from asyncrl.tasks.base import Item, Task, check_disjoint, make_prompts, read_stop_token_ids
 
@@ -29,30 +29,30 @@ _DEMONSTRATION_RANGE = 2**31
 _MAX_DRAWS = 2**21
 
 
-def build(task: ChainSumTask, tokenizer_dir: str | Path) -> Task:
+def build(task: TaskSection, tokenizer_dir: str | Path) -> Task:
     """Prompts of the task; see `asyncrl.tasks.build` for the errors."""
     train, held_out = build_items(task)
     source = SOURCE if task.answer == "running_total" else task.answer
     gate.check(source, [*train[:8], *held_out[:8]])
-    write = chat.writer(task.template, task.chat, tokenizer_dir)
+    write = chat.writer(task.template, task.chat, tokenizer_dir, task.system_prompt)
     return Task(
         name=SOURCE,
-        train=make_prompts(source, train, tokenizer_dir, write),
-        eval=make_prompts(source, held_out, tokenizer_dir, write),
+        train=make_prompts(source, train, tokenizer_dir, write, SOURCE),
+        eval=make_prompts(source, held_out, tokenizer_dir, write, SOURCE),
         stop_token_ids=read_stop_token_ids(tokenizer_dir),
     )
 
 
-def longest_prompt(task: ChainSumTask, tokenizer_dir: str | Path) -> int:
+def longest_prompt(task: TaskSection, tokenizer_dir: str | Path) -> int:
     """Bound on the tokens of a prompt: of what stands around the expression, and one per digit, sign and `=`.
 
     Raises TaskError as `build` does for templates.
     """
-    write = chat.writer(task.template, task.chat, tokenizer_dir)
+    write = chat.writer(task.template, task.chat, tokenizer_dir, task.system_prompt)
     return chat.longest(write, task.max_terms * (task.digits + 1), tokenizer_dir)
 
 
-def check_sizes(task: ChainSumTask) -> None:
+def check_sizes(task: TaskSection) -> None:
     """Raise TaskError naming task.train_size or task.eval_size when so many expressions cannot be drawn.
 
     Draws nothing: a draw picks a number of terms, then one of its n expressions evenly, so d draws
@@ -62,7 +62,7 @@ def check_sizes(task: ChainSumTask) -> None:
     _expect("task.train_size", task.train_size, _expressions(task, task.min_terms), held_out)
 
 
-def build_items(task: ChainSumTask) -> tuple[list[Item], list[Item]]:
+def build_items(task: TaskSection) -> tuple[list[Item], list[Item]]:
     """(training items, held-out items): unique texts, none shared.
 
     The held-out items are drawn first and do not depend on the training settings but the seed,
@@ -82,14 +82,14 @@ def build_items(task: ChainSumTask) -> tuple[list[Item], list[Item]]:
     return train, held_out
 
 
-def demonstrations(task: ChainSumTask) -> Iterator[Item]:
+def demonstrations(task: TaskSection) -> Iterator[Item]:
     """Endless training expressions (repeats included) from a range of their own, none held out."""
     _, held_out = build_items(task)
     taken = {item.text for item in held_out}
     return (item for item in _draw(task, _DEMONSTRATION_RANGE, task.min_terms) if item.text not in taken)
 
 
-def _draw(task: ChainSumTask, start: int, min_terms: int) -> Iterator[Item]:
+def _draw(task: TaskSection, start: int, min_terms: int) -> Iterator[Item]:
     # Importing reasoning-gym costs about 1 CPU second: only processes that build items pay it.
     from reasoning_gym import create_dataset
 
@@ -107,7 +107,7 @@ def _draw(task: ChainSumTask, start: int, min_terms: int) -> Iterator[Item]:
         yield Item(entry["metadata"]["expression"].replace(" ", "") + "=", entry["answer"])
 
 
-def _expressions(task: ChainSumTask, min_terms: int) -> dict[int, int]:
+def _expressions(task: TaskSection, min_terms: int) -> dict[int, int]:
     """Number of terms -> number of different expressions."""
     numbers = 10 if task.digits == 1 else 9 * 10 ** (task.digits - 1)
     return {terms: numbers**terms * 2 ** (terms - 1) for terms in range(min_terms, task.max_terms + 1)}

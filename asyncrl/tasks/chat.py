@@ -8,7 +8,7 @@ ids are the same every day. Knows nothing of items or rewards.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,39 @@ Writer = Callable[[str], str]
 """Question -> the whole prompt as text."""
 
 
-def writer(template: str, chat: bool, model_dir: str | Path) -> Writer:
+Teller = Callable[[Sequence[tuple[str, str]]], str]
+"""(role, content) messages -> the whole prompt as text."""
+
+
+def teller(chat: bool, model_dir: str | Path, system: bool = False) -> Teller:
+    """Messages to the model's chat template, or without chat to their contents, an empty line between them.
+
+    system: whether conversations have a system message. Raises TaskError when the folder has no usable chat template,
+    or one that leaves a message out.
+    """
+    if not chat:
+        return lambda messages: "\n\n".join(content for _, content in messages)
+    tell = ChatTemplate(model_dir).conversation
+    if _MARK not in tell([("user", _MARK)]):
+        raise TaskError(f"the chat template of {str(model_dir)!r} leaves the user's message out; set task.chat=false")
+    if system and _MARK not in tell([("system", _MARK), ("user", "hello")]):
+        raise TaskError(
+            f"the chat template of {str(model_dir)!r} leaves the system message out; set task.system_prompt=null and "
+            "write it into task.template"
+        )
+    return tell
+
+
+def writer(template: str, chat: bool, model_dir: str | Path, system_prompt: str | None = None) -> Writer:
     """Put a question into `template` and, with chat, that as a user's message into the model's chat template.
 
     Raises TaskError when the folder has no usable chat template, or one that leaves the message out.
     """
     if not chat:
         return lambda question: template.replace(QUESTION, question)
-    render = ChatTemplate(model_dir)
-    if _MARK not in render(_MARK):
-        raise TaskError(f"the chat template of {str(model_dir)!r} leaves the user's message out; set task.chat=false")
-    return lambda question: render(template.replace(QUESTION, question))
+    tell = teller(chat, model_dir, system_prompt is not None)
+    before = [("system", system_prompt)] if system_prompt is not None else []
+    return lambda question: tell([*before, ("user", template.replace(QUESTION, question))])
 
 
 def longest(write: Writer, characters: int, model_dir: str | Path) -> int:
@@ -73,16 +95,21 @@ class ChatTemplate:
 
     def __call__(self, message: str) -> str:
         """The text of a conversation with one message of the user, up to where the answer begins. Raises TaskError."""
+        return self.conversation([("user", message)])
+
+    def conversation(self, messages: Sequence[tuple[str, str]]) -> str:
+        """The text of (role, content) messages, up to where the next answer begins. Raises TaskError."""
         try:
             return self._template.render(
-                messages=[{"role": "user", "content": message}],
+                messages=[{"role": role, "content": content} for role, content in messages],
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self._tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as exc:
-            raise TaskError(f"the chat template of {str(self._folder)!r} failed on {message[:60]!r}: {exc}") from exc
+            said = messages[-1][1][:60]
+            raise TaskError(f"the chat template of {str(self._folder)!r} failed on {said!r}: {exc}") from exc
 
     def _source(self, config: dict[str, Any]) -> str:
         file = self._folder / "chat_template.jinja"

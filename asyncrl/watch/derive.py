@@ -189,6 +189,8 @@ def _accuracy(state: State) -> Values | None:
         "greedy": _number(e, "greedy_accuracy"),
         "version": e.get("version"),
         "count": e.get("count"),
+        "status": e.get("status"),
+        "sets": dict(e.get("sets") or {}),
     }
 
 

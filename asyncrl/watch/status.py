@@ -92,7 +92,7 @@ def _lines(state: Values, d: Values) -> list[Line | None]:
         _learner(state, d),
         _fleet(d),
         *_record(d),
-        _accuracy(d),
+        *_accuracy(d),
         Line("dropped", _counts(d["dropped"]), "") if d["dropped"] else None,
         _tuned(state, d),
         *(Line("quarantine", f"{n}: {q['reason']} ({q['phase']})", "bad") for n, q in d["quarantine"].items()),
@@ -176,12 +176,30 @@ def _record(d: Values) -> list[Line | None]:
     ]
 
 
-def _accuracy(d: Values) -> Line | None:
+def _accuracy(d: Values) -> list[Line | None]:
+    """All sets in one line, and one for each where there are several, or several samples."""
     a = d["accuracy"]
     if a is None:
-        return None
+        return []
     words = [f"{word} {share(a[word])}" for word in ("sampled", "greedy") if a[word] is not None]
-    return Line("held-out", f"accuracy {', '.join(words)} at update {a['version']}")
+    cut = ", cut short" * (a["status"] == "cut short")
+    lines: list[Line | None] = [Line("held-out", f"accuracy {', '.join(words)} at update {a['version']}{cut}")]
+    several = len(a["sets"]) > 1 or any("avg_at_1" not in numbers for numbers in a["sets"].values())
+    return lines + [Line("", f"{name}: {_set(numbers)}") for name, numbers in a["sets"].items()] * several
+
+
+def _set(numbers: Mapping[str, float]) -> str:
+    """One held-out set: avg@k with its interval, the largest pass@k, maj@k, greedy, what was cut off."""
+    at = {m: sorted(int(k[len(m) :]) for k in numbers if k.startswith(m)) for m in ("avg_at_", "pass_at_", "maj_at_")}
+    words = []
+    for measure, found in at.items():
+        if found and (measure == "avg_at_" or found[-1] > 1):
+            words.append(f"{measure.removesuffix('_at_')}@{found[-1]} {share(numbers[f'{measure}{found[-1]}'])}")
+    words += [f"greedy {share(numbers['greedy'])}"] if "greedy" in numbers else []
+    if words and "ci_low" in numbers and "ci_high" in numbers:
+        words[0] += f" ({share(numbers['ci_low'])} to {share(numbers['ci_high'])})"
+    words += [f"truncated {share(numbers['truncated'])}"] if numbers.get("truncated") else []
+    return ", ".join(words) or "no answer"
 
 
 def _tuned(state: Values, d: Values) -> Line | None:

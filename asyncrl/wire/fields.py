@@ -24,6 +24,9 @@ Id = Annotated[str, msgspec.Meta(max_length=1024)]
 
 Ids = Annotated[list[Id], msgspec.Meta(max_length=2**16)]
 
+Parts = Annotated[dict[GaugeName, float], msgspec.Meta(max_length=32)]
+"""Named parts of a reward."""
+
 Text = Annotated[str, msgspec.Meta(max_length=2**16)]
 """A reason, a place or a value."""
 

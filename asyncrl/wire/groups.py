@@ -15,7 +15,7 @@ import numpy as np
 from asyncrl.arrays import ArraySpec, Buffer, dtype_of, num_bytes, pack, spec_of, view
 from asyncrl.errors import WireError
 from asyncrl.types import Group, Prompt, Segment, Trajectory, Version
-from asyncrl.wire.fields import Id, Name, Number, Struct
+from asyncrl.wire.fields import Id, Name, Number, Parts, Struct
 from asyncrl.wire.messages import MALFORMED, SCHEMA, PromptMsg, encoder, kind
 
 
@@ -29,6 +29,7 @@ class TrajectoryHead(Struct):
     route_counts: ArraySpec | None
     routes: ArraySpec | None
     routes_from: int  # first row of routes that is known
+    parts: Parts
 
 
 class _SchemaOnly(Struct):
@@ -74,12 +75,14 @@ _schema_decoder = msgspec.msgpack.Decoder(_SchemaOnly)
 
 def prompt_to_msg(prompt: Prompt) -> PromptMsg:
     """Prompt to its wire form."""
-    return PromptMsg(prompt.prompt_id, prompt.token_ids.tolist(), prompt.text, prompt.answer, prompt.source)
+    p = prompt
+    return PromptMsg(p.prompt_id, p.token_ids.tolist(), p.text, p.answer, p.source, p.data_source, p.extra)
 
 
 def prompt_from_msg(msg: PromptMsg) -> Prompt:
     """Wire form to Prompt."""
-    return Prompt(msg.prompt_id, np.asarray(msg.token_ids, np.int32), msg.text, msg.answer, msg.source)
+    ids = np.asarray(msg.token_ids, np.int32)
+    return Prompt(msg.prompt_id, ids, msg.text, msg.answer, msg.source, msg.data_source, msg.extra)
 
 
 def encode_group(group: Group) -> list[Buffer]:
@@ -112,7 +115,8 @@ def _encode_trajectory(t: Trajectory, buffers: list[Buffer]) -> TrajectoryHead:
         if array is not None:
             buffers.append(pack(name, field, array, allowed, 3))
         specs.append(None if array is None else spec_of(array))
-    return TrajectoryHead(name, t.reward, t.finish_reason, segments, specs[0], specs[1], t.routes_from)
+    parts = dict(t.parts)
+    return TrajectoryHead(name, t.reward, t.finish_reason, segments, specs[0], specs[1], t.routes_from, parts)
 
 
 def read_group(frames: Sequence[Buffer]) -> GroupHead:
@@ -201,6 +205,8 @@ def _sizes(t: TrajectoryHead, num_prompt: int) -> list[int]:
         sizes.append(num_bytes(t.trajectory_id, "routes", routes, _ROUTES))
     if not math.isfinite(t.reward):
         raise WireError(f"{t.trajectory_id}: reward {t.reward}")
+    if bad := [name for name, value in t.parts.items() if not math.isfinite(value)]:
+        raise WireError(f"{t.trajectory_id}: part {bad[0]!r} of the reward is {t.parts[bad[0]]}")
     return sizes
 
 
@@ -231,5 +237,5 @@ def _decode_trajectory(t: TrajectoryHead, buffers: Iterator[Buffer]) -> Trajecto
         None if routes is None else view(next(buffers), dtype_of(routes), routes.shape),
     )
     return Trajectory(
-        t.trajectory_id, ids, logprobs, mask, segments, t.reward, t.finish_reason, *rest, t.routes_from
+        t.trajectory_id, ids, logprobs, mask, segments, t.reward, t.finish_reason, *rest, t.routes_from, t.parts
     )  # fmt: skip

@@ -15,10 +15,10 @@ import msgspec
 from asyncrl.arrays import Buffer
 from asyncrl.errors import WireError
 from asyncrl.types import ModelInfo
-from asyncrl.wire.fields import GaugeName, Id, Ids, Name, Number, Struct, Text, TokenId
+from asyncrl.wire.fields import GaugeName, Id, Ids, Name, Number, Parts, Struct, Text, TokenId
 from asyncrl.wire.steering import Report, Resync, Settings, Tune, Tuned, TuneReply, Verdict
 
-SCHEMA = 5
+SCHEMA = 6
 """Raised with every change of a struct below; peers with another number are refused."""
 
 
@@ -30,6 +30,8 @@ class PromptMsg(Struct):
     text: str
     answer: str
     source: str
+    data_source: str = ""
+    extra: str = ""
 
 
 class LeaseMsg(Struct):
@@ -128,7 +130,8 @@ class Heartbeat(Struct, tag="heartbeat"):
 
 
 class EvalAnswer(Struct):
-    """One scored held-out response."""
+    """One scored held-out response. extracted: the answer that it gives, as two equal ones are written alike; "" when
+    it gives none or the verifier names none. parts: as of a trajectory."""
 
     prompt_id: Id
     sample: Number
@@ -136,6 +139,8 @@ class EvalAnswer(Struct):
     reward: float
     length: Number
     finish_reason: Name
+    extracted: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    parts: Parts = {}
 
 
 class EvalResult(Struct, tag="eval_result"):

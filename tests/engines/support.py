@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from asyncrl.engines.base import Turn
 from asyncrl.engines.batch import Batch
 from asyncrl.engines.choose import make_decoder
 from asyncrl.engines.decoder import Decoder
@@ -44,9 +45,9 @@ class Stepper:
         self.decoder = make(model, self.hook, rows)
         self.batch = Batch(self.decoder, self.info, Version(0, 0), rows, seed, torch.device("cpu"))
 
-    def submit(self, prompt: Iterable[int], n: int, sampling: SamplingParams) -> Request:
+    def submit(self, prompt: Iterable[int], n: int, sampling: SamplingParams, turn: Turn | None = None) -> Request:
         """Queue a request; read `completions` and `error` of what comes back once it has ended."""
-        request = Request(np.array(list(prompt), dtype=np.int32), n, sampling, lambda ended: None)
+        request = Request(np.array(list(prompt), dtype=np.int32), n, sampling, lambda ended: None, turn)
         self.batch.submit(request)
         return request
 

@@ -68,7 +68,7 @@ class Scripted:
     def close(self) -> None:
         self.closed = True
 
-    async def generate(self, prompt_ids, n, sampling, limit_s=None, cut=None):
+    async def generate(self, prompt_ids, n, sampling, limit_s=None, cut=None, turn=None):
         """Ends with n samples when `done` is set, with `ready` of them when it is cut or the limit is over."""
         call = {"n": n, "sampling": sampling, "limit_s": limit_s, "cut": cut, "ready": 0, "done": asyncio.Event()}
         self.calls.append(call)

@@ -26,15 +26,14 @@ def test_groups_in_flight_follow_and_the_heartbeat_says_so(replay, publisher, tm
             assert {g["tuned"] for _, g in replay.beats.values()} == {0.0}
             name, generator = next(iter(made.items()))
             size, configured = generator.config.algorithm.group_size, generator.groups_in_flight
-            peer = next(p for p, n in replay.peers.items() if n == name)
-            replay.server.send(peer, wire.encode(settings(3, 1)))
+            replay.say(name, settings(3, 1))
             await until(lambda: replay.beats[name][1]["tuned"] == 3.0)
             assert generator._free_rows() == size
             # Its KV cache has the configured size, whatever another config of the run says.
-            replay.server.send(peer, wire.encode(settings(4, configured + 5)))
+            replay.say(name, settings(4, configured + 5))
             await until(lambda: replay.beats[name][1]["tuned"] == 4.0)
             assert generator._free_rows() == configured * size
-            replay.server.send(peer, wire.encode(wire.Settings(wire.Tuned(5))))
+            replay.say(name, wire.Settings(wire.Tuned(5)))
             await until(lambda: replay.beats[name][1]["tuned"] == 5.0)
             assert generator.groups_in_flight == configured
 

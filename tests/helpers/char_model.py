@@ -6,7 +6,7 @@ from pathlib import Path
 
 from warm_start import Recipe, make_model, save, train
 
-from asyncrl.sections.policy import ChainSumTask
+from asyncrl.sections.task import TaskSection
 from asyncrl.tasks.chain_sum import demonstrations
 
 
@@ -16,7 +16,7 @@ def save_char_model(folder: Path, steps: int = 200, seed: int = 0) -> Path:
     if steps:
         train(
             model,
-            demonstrations(ChainSumTask(max_terms=3, train_size=1000, eval_size=8)),
+            demonstrations(TaskSection(max_terms=3, train_size=1000, eval_size=8)),
             Recipe(seed=seed, steps=steps, batch=16),
         )
     folder.mkdir(parents=True)

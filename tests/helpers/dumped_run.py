@@ -48,10 +48,12 @@ def groups_of(info, update, full_routes=True):
     return found
 
 
-def train(config: Config, world, updates: int, first: int = 0, epoch: int = 0, full_routes=True, taken=False):
+def train(
+    config: Config, world, updates: int, first: int = 0, epoch: int = 0, full_routes=True, taken=False, make=groups_of
+):
     """Updates as the loop makes them, dumps included, and the folder's other files. Outcomes, and the metrics of dumps.
 
-    taken: pi_old is of a pass over the whole take.
+    taken: pi_old is of a pass over the whole take. make: the groups of an update, as groups_of.
     """
     info, run_dir = describe(config.model.path), config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -61,12 +63,12 @@ def train(config: Config, world, updates: int, first: int = 0, epoch: int = 0, f
     updater = Updater(policy, config.learner, config.algorithm, world)
     dumps, carry, outcomes, scalars = Dumps(run_dir, world, info, epoch == 0), 0.0, [], []
     for update in range(first, updates):
-        mine = groups_of(info, update, full_routes)[world.rank :: world.size]
+        mine = make(info, update, full_routes)[world.rank :: world.size]
         bound = update - config.staleness.max_lag
-        rows = rows_of(mine, update, bound, info)
+        rows = rows_of(mine, update, bound, info, config.algorithm.truncated == "mask")
         state = score_take(policy, rows, config, info, world) if taken else None
         dumps.begin(policy, update, epoch, carry, config)
-        outcome = run_update(policy, updater, rows, update, carry, state, config, info, world)
+        outcome = run_update(policy, updater, rows, update, carry, state, config, info, world, dumps.due)
         dumps.finish(mine, bound, state, outcome)
         carry = outcome.selection.carry
         outcomes.append(outcome)

@@ -3,14 +3,29 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from dataclasses import asdict, replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+import xxhash
+from safetensors.numpy import load, save
 
 from asyncrl.errors import ConfigError, WireError
-from asyncrl.learner.dump import HEAD, TABLE, groups_file, named, pack_groups, read, unpack_groups
+from asyncrl.learner.dump import (
+    HEAD,
+    TABLE,
+    content,
+    groups_file,
+    logp_file,
+    named,
+    pack_groups,
+    read,
+    unpack_groups,
+)
 from asyncrl.learner.rescore import policy_of, rescore, rollout_routes, rows_of_rank
 from asyncrl.learner.step import Updater
 from asyncrl.learner.update import TakeState, run_update
@@ -103,6 +118,110 @@ def test_an_update_is_made_again_from_its_dump(run, world):
     assert (again.step.loss, again.step.grad_norm) == (outcomes[2].step.loss, outcomes[2].step.grad_norm)
 
 
+def test_a_dump_holds_the_log_probs_that_the_update_computed(run, world):
+    config, outcomes, _ = run
+    dump = read(config.run_dir / "dumps" / "u2")
+    assert dump.logp is not None and list(dump.logp) != [] and dump.logp.keys() == set(dump.table.ids)
+    rows = rows_of_rank(dump, 0)
+    for row, whole in zip(rows, outcomes[2].logp, strict=True):
+        p, values = len(row.prompt_ids), dump.logp[row.trajectory.trajectory_id]
+        assert np.array_equal(values, whole.numpy()[p - 1 : p - 1 + row.trajectory.num_tokens])
+    # The table's mean was taken of the same numbers.
+    ratio = [np.abs(dump.logp[r.trajectory.trajectory_id] - r.trajectory.logprobs)[r.loss_mask] for r in rows]
+    means = [float(np.mean(r.astype(np.float64))) if r.size else 0.0 for r in ratio]
+    assert means == pytest.approx(dump.table["abs_log_ratio"].tolist(), rel=1e-5)
+    # Of an update that is not dumped, nothing is kept.
+    assert [o.logp is None for o in outcomes] == [False, True, False]
+
+
+def test_parts_of_the_reward_go_into_a_dump_and_back(run):
+    groups = make_groups(INFO, 1, 2, seed=0)
+    parts = tuple(replace(t, parts={"format": 0.5, "turns": 2.0}) for t in groups[0].trajectories)
+    groups = [replace(groups[0], trajectories=parts)]
+    (back,) = unpack_groups(b"".join(map(bytes, pack_groups(groups))))
+    assert [t.parts for t in back.trajectories] == [{"format": 0.5, "turns": 2.0}] * 2
+
+
+def as_written_before(folder):
+    """Turn a dump into one of format 1, as it was before responses had parts and dumps had log-probs."""
+    head = json.loads((folder / HEAD).read_text())
+    data, at, out = (folder / groups_file(0)).read_bytes(), 17, [b"asyncrl groups 1\n"]
+    while at < len(data):
+        (count,) = struct.unpack_from("<I", data, at)
+        sizes = struct.unpack_from(f"<{count}Q", data, at + 4)
+        at += 4 + 8 * count
+        frames = []
+        for size in sizes:
+            frames.append(data[at : at + size])
+            at += size
+        group = msgspec.msgpack.decode(frames[1])
+        group[0], group[-2], group[-1] = 5, group[-2][:5], [t[:-1] for t in group[-1]]
+        frames[1] = msgspec.msgpack.encode(group)
+        out += [struct.pack("<I", count), *(struct.pack("<Q", len(f)) for f in frames), *frames]
+    old = b"".join(out)
+    (folder / groups_file(0)).write_bytes(old)
+    (folder / logp_file(0)).unlink()
+    del head["files"][logp_file(0)]
+    # Nor was anything withheld then.
+    table = save({k: v for k, v in load((folder / TABLE).read_bytes()).items() if k != "column.withheld"})
+    (folder / TABLE).write_bytes(table)
+    for name, data in ((groups_file(0), old), (TABLE, table)):
+        head["files"][name] = {"xxh3": xxhash.xxh3_64_hexdigest(data), "size": len(data)}
+    (folder / HEAD).write_text(json.dumps(head | {"format": 1, "schema": 5}))
+
+
+def test_a_dump_of_before_is_still_read_and_has_no_log_probs(run, tmp_path, world):
+    folder = tmp_path / "u2"
+    shutil.copytree(run[0].run_dir / "dumps" / "u2", folder)
+    as_written_before(folder)
+    dump = read(folder)
+    assert dump.logp is None
+    assert same([asdict(g) for g in dump.ranks[0]], [asdict(g) for g in groups_of(dump.info, 2)])
+    native = rescore(policy_of(dump, dump.policy, world), dump, world)
+    assert np.array_equal(native.drift, run[1][2].table["drift"], equal_nan=True)
+
+
+def test_the_content_of_a_dump_is_read_without_torch(run):
+    folder = run[0].run_dir / "dumps" / "u2"
+    code = (
+        f"import sys; from asyncrl.learner.dump import content; c = content({str(folder)!r}); "
+        "sys.exit('torch' in sys.modules or len(c.head.names) != 20 or len(c.logp) != 20)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert content(folder).columns["reward"].tolist() == read(folder).table["reward"].tolist()
+
+
+def cut_off(info, update, full_routes=True):
+    """Groups in which every second response was cut off by the length limit, with parts of its reward."""
+    return [
+        replace(
+            g, trajectories=tuple(
+                replace(t, finish_reason="length" if i % 2 else "stop", parts={"format": float(i)})
+                for i, t in enumerate(g.trajectories)
+            ),
+        )
+        for g in groups_of(info, update, full_routes)
+    ]  # fmt: skip
+
+
+def test_an_update_that_masked_cut_off_responses_is_made_again_from_its_dump(model_dir, world, tmp_path):
+    config = settings(tmp_path / "run", model_dir, algorithm={"truncated": "mask"})
+    outcomes, _ = train(config, world, 3, make=cut_off)
+    dump = read(config.run_dir / "dumps" / "u2")
+    assert [t.parts for t in dump.ranks[0][0].trajectories] == [{"format": float(i)} for i in range(4)]
+    rows = rows_of_rank(dump, 0)
+    assert [bool(r.loss_mask.any()) for r in rows] == [True, False] * 10
+    policy = policy_of(dump, dump.policy, world)
+    updater = Updater(policy, config.learner, config.algorithm, world)
+    again = run_update(policy, updater, rows, 2, dump.head.carry, None, dump.config, dump.info, world)
+    assert same(dict(sorted(again.table.columns.items())), dict(sorted(dump.table.columns.items())))
+    assert again.step.loss == outcomes[2].step.loss != 0.0
+    assert again.step.grad_norm == outcomes[2].step.grad_norm
+    native = rescore(policy_of(dump, dump.policy, world), dump, world)
+    assert np.array_equal(native.drift, dump.table["drift"], equal_nan=True)
+
+
 def test_the_policy_is_that_before_the_update(run, model_dir):
     config, _, _ = run
     folders = [model_dir, config.run_dir / "dumps" / "u0" / "policy", config.run_dir / "dumps" / "u2" / "policy"]
@@ -177,7 +296,7 @@ def test_the_policy_may_be_left_out(model_dir, world, tmp_path):
     train(config, world, 1)
     folder = config.run_dir / "dumps" / "u0"
     assert read(folder).policy is None
-    assert sorted(f.name for f in folder.iterdir()) == [HEAD, groups_file(0), TABLE]
+    assert sorted(f.name for f in folder.iterdir()) == [HEAD, groups_file(0), logp_file(0), TABLE]
 
 
 def test_a_dump_that_cannot_be_written_costs_nothing_but_a_line(model_dir, world, tmp_path, caplog):
@@ -206,7 +325,7 @@ def test_a_policy_that_is_not_finite_costs_its_dump_only(model_dir, world, tmp_p
     assert list((config.run_dir / "dumps").iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [HEAD, TABLE, groups_file(0)])
+@pytest.mark.parametrize("name", [HEAD, TABLE, groups_file(0), logp_file(0)])
 @pytest.mark.parametrize("fault", ["flipped", "gone", "short"])
 def test_a_damaged_dump_is_refused_with_its_file_and_the_remedy(name, fault, run, tmp_path):
     folder = tmp_path / "u2"

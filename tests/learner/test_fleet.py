@@ -23,6 +23,21 @@ def test_failed_loads_are_those_of_all_generators_and_survive_their_restarts():
     assert counted == [0, 2, 4, 4, 5]
 
 
+def test_failed_verifiers_are_counted_over_the_fleet_and_survive_restarts_of_generators():
+    rates = FleetRates()
+
+    def fleet(**errors):
+        made = state(**dict.fromkeys(errors, 0))
+        for name, n in errors.items():
+            made["generators"][name]["gauges"] |= {"verifier_errors": n, "verifier_timeouts": 2 * n}
+        return made
+
+    seen = [rates.scalars(fleet(**errors), 1.0) for errors in ({"g0": 1, "g1": 2}, {"g0": 1, "g1": 0}, {"g0": 4})]
+    assert [s["verifier/errors"] for s in seen] == [3, 3, 6]
+    assert [s["verifier/timeouts"] for s in seen] == [6, 6, 12]
+    assert seen[0]["verifier/restarts"] == 0 and seen[2]["generator/g0/verifier_errors"] == 4
+
+
 def test_counters_are_also_given_as_what_came_since_the_record_before():
     rates = FleetRates()
     first = rates.scalars({**state(), "counters": {"stale": 5}, "idle": {"capacity": 7}}, 1.0)
@@ -86,3 +101,12 @@ def test_two_pauses_of_generation_in_one_window_add_up():
     assert sum(v for k, v in out.items() if "generator_idle/" in k) * 10 == pytest.approx(3.0)
     assert out["throughput/generator_idle/ahead_full"] * 10 == pytest.approx(3.0)
     assert out["throughput/generator_tokens_per_s"] == pytest.approx(70)
+
+
+def test_prompts_that_were_left_out_of_the_files_are_counted_by_reason_over_all_training_sources():
+    state = {
+        "queue_depth": 0, "leased": 0, "bytes": 0, "counters": {}, "idle": {}, "generators": {},
+        "data": {"math/overlong": 3, "code/overlong": 2, "math/duplicate": 7, "eval/aime/overlong": 100},
+    }  # fmt: skip
+    out = FleetRates().scalars(state, 1.0)
+    assert {k: v for k, v in out.items() if k.startswith("data/")} == {"data/overlong": 5.0, "data/duplicate": 7.0}

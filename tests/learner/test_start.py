@@ -66,6 +66,7 @@ def test_a_learner_that_comes_after_the_last_update_trains_nothing():
     learner.over, learner.world = True, WORLD
     learner.checkpoints = SimpleNamespace(remove=lambda: done.append("removed"))
     learner.config = validate({"model": {"path": "x"}, "eval": {"timeout_s": 5}})
+    learner.best = None
     learner.recorder = SimpleNamespace(wait_for_evaluations=lambda timeout_s: done.append(timeout_s))
     learner.run()
     assert done == ["removed", 35]

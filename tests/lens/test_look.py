@@ -132,11 +132,6 @@ def test_a_dense_model_is_refused(world, tmp_path):
     [
         (lambda run: (run / "config.yaml").unlink(), r"is no run folder: it has no config.yaml"),
         (lambda run: shutil.rmtree(run / "dumps"), r"has no dump: run with logging.dump_every=10"),
-        (
-            lambda run: (run / "dumps" / "u2" / "table.safetensors").unlink(),
-            r"table.safetensors cannot be read",
-        ),
-        (lambda run: (run / "dumps" / "u0" / "dump.json").unlink(), r"dump.json cannot be read .* is no dump; give"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_remedy(change, words, copy):
@@ -180,3 +175,18 @@ def test_the_command_reports(run, tmp_path):
     refused = subprocess.run([*command, "--update", "1"], env=env, capture_output=True, text=True, timeout=300)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "has no dump of update 1; it has 0, 2" in refused.stderr
+
+
+def test_a_damaged_dump_is_left_out_with_a_note_and_the_others_are_reported(copy):
+    (copy / "dumps" / "u2" / "table.safetensors").write_bytes(b"broken")
+    numbers, pool = look(Look(copy, against=("final",)))
+    assert [d["update"] for d in numbers["dumps"]] == [0] and len(pool) == 20
+    (note,) = numbers["notes"]
+    assert "left out" in note and "u2/table.safetensors is damaged" in note and "use another dump" in note
+    # Its head as well: nothing is known of it then, its policy is none to compare with.
+    (copy / "dumps" / "u2" / "dump.json").write_text("{")
+    numbers, _ = look(Look(copy, against=("final",)))
+    assert "u2/dump.json is damaged" in numbers["notes"][0]
+    (copy / "dumps" / "u0" / "rank0.groups").unlink()
+    with pytest.raises(ConfigError, match=r"u0/rank0.groups cannot be read"):
+        look(Look(copy, against=("final",)))

@@ -246,7 +246,10 @@ CASES = {
     "reward_errors": (
         [GOOD | {"generator/g0/reward_errors": 2.0 * i} for i in range(4)],
         (3, "2 groups could not be scored while 8 were trained"),
-        [[GOOD | {"generator/g0/reward_errors": float(i // 5)} for i in range(40)]],
+        [
+            [GOOD | {"generator/g0/reward_errors": float(i // 5)} for i in range(40)],
+            [GOOD | {"verifier/errors": float(i)} for i in range(40)],  # 1 response of 65
+        ],
     ),
 }  # fmt: skip
 
@@ -324,6 +327,13 @@ def test_a_generator_that_never_came_is_missed_after_a_minute_and_one_that_retur
     dead = GOOD | {"generator/g1/alive": 0.0, "generator/alive": 1.0}
     on, off = went([GOOD, dead, dead, GOOD, GOOD, GOOD, GOOD, GOOD])
     assert (on, off) == ([(1, "dead_generator")], [(7, "dead_generator")])
+
+
+def test_responses_without_a_reward_are_an_alarm_although_their_groups_go_on():
+    rows = [GOOD | {"verifier/errors": 4.0 * i, "verifier/timeouts": 4.0 * i} for i in range(5)]
+    alarms = Alarms()
+    assert went(rows, alarms=alarms)[0] == [(3, "reward_errors")]
+    assert "8 responses have no reward, against 64 that trained" in alarms.active[0].text
 
 
 def test_a_counter_that_starts_again_is_no_finding():

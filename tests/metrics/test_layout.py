@@ -10,8 +10,8 @@ from asyncrl.metrics.names import NAMES, VARIABLES, is_known, pattern
 from asyncrl.metrics.sink import Sink
 
 PAGES = [
-    "Policy", "Mismatch", "Gradient norm", "Staleness", "Router drift", "Throughput", "Fleet", "Alarms", "Sentinel",
-    "Settings",
+    "Policy", "Mismatch", "Gradient norm", "Evaluation", "Staleness", "Router drift", "Throughput", "Fleet", "Alarms",
+    "Sentinel", "Settings",
 ]  # fmt: skip
 EXAMPLES = {"<id>": "host-a.g0", "<reason>": "stale", "<part>": "first", "<lags>": "2-3", "<name>": "f_2"}
 
@@ -89,7 +89,7 @@ def test_charts_of_what_a_run_never_has_are_left_out_and_so_are_pages_without_ch
     with Sink(tmp_path, absent=("r3/", "eval/", "sentinel/")):
         pass
     layout = {c.title: [chart.title for chart in c.chart] for c in read_layout(tmp_path).category}
-    assert list(layout) == [page for page in PAGES if page != "Sentinel"]
+    assert list(layout) == [page for page in PAGES if page not in ("Sentinel", "Evaluation")]
     full = dashboard()
     assert set(full["Router drift"]) - set(layout["Router drift"]) == {
         "routing replay: share forced, drift inside the pass"

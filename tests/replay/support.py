@@ -21,8 +21,10 @@ Parts = Sequence[tuple[int, int]]
 
 
 def make_prompts(count: int, prefix: str = "p") -> list[Prompt]:
+    """Of the data sources s0, s1 and s2 in turn."""
     return [
-        Prompt(f"{prefix}{i}", np.array([1, 2, i % 30], np.int32), f"{i}+1=", f"{i + 1}", "sum") for i in range(count)
+        Prompt(f"{prefix}{i}", np.array([1, 2, i % 30], np.int32), f"{i}+1=", f"{i + 1}", "sum", f"s{i % 3}")
+        for i in range(count)
     ]
 
 

@@ -1,16 +1,25 @@
 """Evaluations: when they open, who serves them, what they report, how they end."""
 
+from dataclasses import replace
+
 import pytest
 
-from asyncrl.replay.evals import Evaluations
+from asyncrl.config import validate
+from asyncrl.errors import ConfigError
+from asyncrl.learner.recorder import evaluation_scalars
+from asyncrl.metrics.names import is_known
+from asyncrl.replay.evals import DETAILED, Evaluations
 from asyncrl.replay.tally import Tally
+from asyncrl.tasks.estimates import wilson
+from asyncrl.tasks.held_out import Asked, asked_by_set
 from asyncrl.types import Version
 from asyncrl.wire import EvalAnswer, EvalResult, LeaseMsg
 from tests.replay.support import make_prompts
 
 
 def make(every=20, prompts=3, **changes):
-    return Evaluations(make_prompts(prompts, "e"), Tally(), every=every, **changes)
+    one_set = [replace(p, data_source="sum") for p in make_prompts(prompts, "e")]
+    return Evaluations(one_set, Tally(), every=every, **changes)
 
 
 def v(update, epoch=0):
@@ -88,11 +97,17 @@ def test_result_by_hand():
         reward, length, finish = rewards[x.prompt.prompt_id, x.greedy]
         for result in answers([x], v(0), reward, length, finish):
             evals.put(result)
+    low, high = wilson(0.5, 2)
+    of_set = {
+        "avg_at_1": 0.5, "pass_at_1": 0.5, "greedy": 1.0, "prompts": 2.0, "count": 4.0, "length": 6.0,
+        "truncated": 0.5, "no_answer": 1.0, "stderr": 0.5, "ci_low": low, "ci_high": high,
+    }  # fmt: skip
     assert evals.finished == [
         {
             "eval_id": "0.0", "label": "0.0", "requested": "0.0", "status": "complete", "version": 0,
                 "epoch": 0, "count": 4,
             "response_length": 6.0, "truncated_fraction": 0.5, "sampled_accuracy": 0.5, "greedy_accuracy": 1.0,
+            "sets": {"sum": of_set},
         }
     ]  # fmt: skip
 
@@ -209,3 +224,102 @@ def test_an_evaluation_that_nobody_began_is_superseded():
     evals.tick(v(8), {v(8)}, 0.0)
     serve(evals, v(8))
     assert [e["version"] for e in evals.finished] == [8] and evals.num_open == 0
+
+
+def two_sets(**sets):
+    """Two prompts of math, one of zebra."""
+    prompts = [replace(p, data_source="zebra" if i == 2 else "math") for i, p in enumerate(make_prompts(3, "e"))]
+    return Evaluations(prompts, Tally(), every=20, samples=2, greedy=True, sets=sets)
+
+
+def test_every_set_is_asked_for_its_own_number_of_answers():
+    evals = two_sets(zebra=Asked(4, False))
+    evals.publish(v(0))
+    keys = [(x.prompt.prompt_id, x.sample, x.greedy) for x in evals.lease("g0", v(0), 100, 0.0)]
+    assert sorted(keys) == sorted(
+        [(f"e{i}", s, False) for i in (0, 1) for s in (0, 1)]
+        + [(f"e{i}", 0, True) for i in (0, 1)]
+        + [("e2", s, False) for s in range(4)]
+    )
+    greedy_alone = two_sets(zebra=Asked(0, True), math=Asked(0, True))
+    greedy_alone.publish(v(0))
+    serve(greedy_alone, v(0))
+    assert greedy_alone.finished[0]["sets"]["zebra"]["greedy"] == 1.0
+    assert "sampled_accuracy" not in greedy_alone.finished[0]
+
+
+def test_sets_by_hand():
+    evals = two_sets(zebra=Asked(1, False))
+    evals.publish(v(0))
+    told = {  # reward, extracted, length, finish, parts
+        ("e0", 0, False): (1.0, "6", 2, "stop", {"format": 1.0}), ("e0", 1, False): (0.0, "7", 4, "length", {}),
+        ("e1", 0, False): (0.0, "", 2, "stop", {"format": 0.0}), ("e1", 1, False): (1.0, "2", 4, "stop", {}),
+        ("e0", 0, True): (1.0, "6", 9, "stop", {}), ("e1", 0, True): (0.0, "", 9, "stop", {}),
+        ("e2", 0, False): (0.5, "1", 8, "stop", {}),
+    }  # fmt: skip
+    for x in evals.lease("g0", v(0), 100, 0.0):
+        reward, extracted, length, finish, parts = told[x.prompt.prompt_id, x.sample, x.greedy]
+        answer = EvalAnswer(x.prompt.prompt_id, x.sample, x.greedy, reward, length, finish, extracted, parts)
+        evals.put(EvalResult(x.eval_id, (0, 0), [answer]))
+    (result,) = evals.finished
+    # Over all answers as ever: (1 + 0 + 0 + 1 + 0.5) / 5 sampled, 1/2 greedy.
+    assert result["sampled_accuracy"] == 0.5 and result["greedy_accuracy"] == 0.5 and result["count"] == 7
+    math = result["sets"]["math"]
+    assert (math["avg_at_2"], math["pass_at_1"], math["pass_at_2"], math["greedy"]) == (0.5, 0.5, 1.0, 0.5)
+    assert math["maj_at_2"] == 1.0  # a tie goes to the first, and no answer does not vote
+    assert (math["length"], math["truncated"], math["no_answer"], math["part/format"]) == (3.0, 0.25, 0.25, 0.5)
+    zebra = result["sets"]["zebra"]
+    assert zebra["avg_at_1"] == 0.5 and "greedy" not in zebra and "stderr" not in zebra  # of one prompt
+    record = evaluation_scalars(result)
+    assert (record["eval/math/pass_at_2"], record["eval/greedy_accuracy"], record["eval/version"]) == (1.0, 0.5, 0)
+    assert [name for name in record if not is_known(name)] == []
+
+
+def test_an_evaluation_that_is_cut_short_says_what_it_has_of_every_set():
+    evals = two_sets()
+    evals.publish(v(0))
+    for x in evals.lease("g0", v(0), 3, 0.0):
+        evals.put(answers([x], v(0))[0])
+    evals.tick(v(0), {v(0)}, 180.0)
+    (result,) = evals.finished
+    assert result["status"] == "cut short" and result["sets"]["zebra"] == {"prompts": 0.0, "count": 0.0}
+    assert result["sets"]["math"]["prompts"] == 2.0 and result["sets"]["math"]["count"] == 3.0
+
+
+def test_what_is_kept_of_many_evaluations_stays_small():
+    evals = make(every=1, prompts=1)
+    for update in range(DETAILED + 3):
+        evals.publish(v(update))
+        serve(evals, v(update))
+    assert [("sets" in e) for e in evals.finished] == [False] * 3 + [True] * DETAILED
+
+
+def test_sets_that_no_prompt_is_of_and_equal_ids_are_refused():
+    with pytest.raises(ValueError, match="no held-out prompt is of \\['aime'\\]"):
+        two_sets(aime=Asked(1, True))
+    with pytest.raises(ValueError, match="same prompt_id"):
+        Evaluations(make_prompts(2, "e") + make_prompts(1, "e"), Tally(), every=1)
+
+
+SETS = {
+    "model": {"path": "x"},
+    "task": {"name": "sources", "train": [{"procedural": "a"}], "eval": [{"path": "data/aime.parquet", "samples": 8}]},
+}
+
+
+def test_a_set_takes_what_it_does_not_say_from_the_section_eval():
+    config = validate(SETS | {"eval": {"samples": 2, "greedy": False}})
+    assert asked_by_set(config.task, config.eval) == {"aime": Asked(8, False)}
+    more = {**SETS["task"], "eval": [{"procedural": "zebra_grid"}, {"path": "b.csv", "name": "b2", "greedy": True}]}
+    config = validate(SETS | {"task": more, "eval": {"samples": 2, "greedy": False}})
+    assert asked_by_set(config.task, config.eval) == {"zebra_grid": Asked(2, False), "b2": Asked(2, True)}
+
+
+@pytest.mark.parametrize("greedy", [{"eval": {"greedy": False}}, {}])
+def test_a_set_that_is_asked_for_nothing_is_refused(greedy):
+    own = {"samples": 0} | ({} if greedy else {"greedy": False})
+    task = {**SETS["task"], "eval": [{"path": "a.csv", **own}]}
+    with pytest.raises(ConfigError, match=r"task\.eval\[0\] is asked for nothing: samples=0 and greedy=false"):
+        validate(SETS | {"task": task} | greedy)
+    task["eval"][0]["greedy"] = True
+    assert validate(SETS | {"task": task} | greedy).task.eval[0].samples == 0

@@ -6,11 +6,13 @@ import sys
 import pytest
 
 from asyncrl import wire
+from asyncrl.config import validate
 from asyncrl.errors import RunError, TransportError
 from asyncrl.learner.client import ReplayClient
 from asyncrl.models.describe import describe
 from asyncrl.replay import server as module
 from asyncrl.replay.ledger import State
+from asyncrl.replay.peers import objection
 from asyncrl.replay.server import only_one
 from tests.replay.net import publish
 from tests.replay.test_process import make_config
@@ -155,6 +157,28 @@ def test_roles_send_and_check_the_settings_of_their_config(tmp_path):
         ReplayClient(file, 0, info, 60.0, None, config.shared_settings()).close()
     finally:
         replay.kill()
+
+
+def test_settings_of_any_length_fit_into_a_hello_and_differ_when_they_do():
+    def told(last):
+        train = [{"path": f"{i}.jsonl", "template": "Think. " * 100 + "{question}"} for i in range(63)]
+        task = {"name": "sources", "train": [*train, {"path": last}], "eval": [{"path": "test.jsonl"}]}
+        return validate({"model": {"path": "m"}, "task": task}).shared_settings()
+
+    ours, theirs = told("a.jsonl"), told("b.jsonl")
+    for settings in (ours, theirs):
+        hello = wire.Hello(wire.SCHEMA, "generator", "g", "b", [0], 8, 2, 32, "f", settings=settings)
+        assert wire.decode(wire.encode(hello)) == hello
+    assert [key for key in ours if ours[key] != theirs[key]] == ["task.train"]
+    reason = objection(hello, None, ours)
+    assert "g has task.train=[{" in reason and len(wire.decode(wire.encode(wire.Refused(reason))).reason) < 2**16
+
+
+def test_roles_agree_on_what_a_cut_off_response_costs(tmp_path):
+    config = make_config(tmp_path)
+    for change in ({"truncated": "penalise"}, {"truncated_penalty": 0.5}, {"overlong_buffer": 1}):
+        other = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=change)})
+        assert other.shared_settings() != config.shared_settings()
 
 
 # --- one replay in a folder --------------------------------------------------------------------

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import threading
 import time
+from collections import Counter
 
 import pytest
 
@@ -56,6 +57,10 @@ class Sampler:
 
     def __init__(self, name, info):
         self.name, self.info, self.engine, self.sampled = name, info, Engine(), []
+        self.counters = Counter()
+
+    def gauges(self):
+        return {}
 
     async def group(self, lease):
         update = self.engine.version.update
@@ -103,7 +108,7 @@ def parts(tmp_path):
 
 def train(client: ReplayClient, update: int) -> list[str]:
     """One update: take, commit, publish."""
-    shard = client.take(update, update, 0, 1, 30.0)
+    shard = client.take(update, update, 0, 1, 120.0)
     ids = [g.group_id for g in shard.batches[0]]
     client.commit(update, update + 1, "trained", ids)
     if (update + 1) % 4 == 0:
@@ -136,7 +141,7 @@ def test_replay_behind_a_fixed_address_is_followed_without_a_file(tmp_path):
     while not client.status()["finished"]:
         time.sleep(0.05)
     for role in fleet:
-        role.join(60)
+        role.join(120)
         assert not role.is_alive() and role.error is None
     client.close()
     replay.kill()
@@ -162,7 +167,7 @@ def test_three_kills_with_a_backlog_lose_nothing_and_train_nothing_twice(parts):
     while not client.status()["finished"]:
         time.sleep(0.05)
     for role in fleet:
-        role.join(60)
+        role.join(120)
         assert not role.is_alive() and role.error is None
     assert len(trained) == len(set(trained)) == 160
     # The first two data epochs of 64 prompts are over, each prompt trained once.

@@ -62,7 +62,7 @@ class RestartSimulation(Simulation):
 
     def restart(self) -> None:
         self.kills += 1
-        self.queue = ReplayQueue(make_prompts(300), self.limits, MODEL)
+        self.queue = ReplayQueue(make_prompts(self.PROMPTS), self.limits, MODEL)
         self.queue.tally.dropped = deque()
         self.queue.load(msgspec.msgpack.decode(self.saved, type=QueueState))
         self.queue.repeat(self.journal[self.mark :])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 from pathlib import Path
 
 import msgspec
@@ -229,9 +228,7 @@ def test_leases_that_cannot_be_delivered_are_taken_back(net):
     for _ in range(100):
         if net.server.socket._socket.poll(10):
             break
-    generator.client.close()
-    net.peers.remove(generator)
-    time.sleep(0.2)
+    net.lose(generator)
     for _ in range(5):
         net.server.step(0.01)
     assert net.queue.ledger.count(State.LEASED) == 0 and net.queue.ledger.count(State.PENDING) == 3
@@ -265,9 +262,7 @@ def test_resolved_groups_are_told_when_the_sender_is_back(net):
     for lease in leases:
         generator.ask(generator.group(lease))
     learner.ask(wire.Take(0, 0, 0, 1))
-    generator.client.close()
-    net.peers.remove(generator)
-    time.sleep(0.2)
+    net.lose(generator)
     ids = [x.group_id for x in leases]
     learner.ask(wire.Commit(0, 1, "trained", ids))
     back = net.peer("g0", hello=False)
@@ -323,6 +318,7 @@ def test_done_evaluates_the_last_version_then_stops_everyone(make_net):
     assert generator.quiet() and not learner.ask(wire.Status()).state["finished"]
     last = generator.lease(50, update=4)
     assert [x.eval_id for x in last.leases] == ["0.4"] * 6 and last.idle == "done"
+    assert learner.ask(wire.Status()).state["measuring"] == [[0, 4]]
     for lease in last.leases:
         answer = wire.EvalAnswer(lease.prompt.prompt_id, lease.sample, lease.greedy, 1.0, 3, "stop")
         generator.send(wire.EvalResult(lease.eval_id, (0, 4), [answer]))
@@ -332,6 +328,7 @@ def test_done_evaluates_the_last_version_then_stops_everyone(make_net):
     assert generator.quiet()
     state = learner.ask(wire.Status()).state
     assert state["finished"] and [e["sampled_accuracy"] for e in state["evaluations"]] == [0.0, 1.0]
+    assert state["measuring"] == []
     net.now += 1.0
     assert generator.recv()[0] == wire.Stop("the run is over") and not net.server.over
     assert generator.ask(wire.LeaseRequest((0, 4), 1)) == wire.Stop("the run is over")
@@ -490,8 +487,8 @@ def test_prompts_that_were_given_up_are_named_in_the_state(make_net, caplog):
     assert lease.group_id in caplog.text
 
 
-@pytest.mark.parametrize(("on_timeout", "sizes"), [("reissue", {3}), ("partial", {2, 3})])
-def test_groups_of_fewer_responses_are_taken_under_partial_only(make_net, on_timeout, sizes):
+@pytest.mark.parametrize(("on_timeout", "num_partial"), [("reissue", 0), ("partial", 1)])
+def test_a_group_of_fewer_responses_is_taken_and_counted_unless_only_one_is_left(make_net, on_timeout, num_partial):
     net = make_net(on_timeout=on_timeout, group_size=3)
     learner, g = net.learner(), net.peer("g0")
     publish(learner, 0)
@@ -500,5 +497,7 @@ def test_groups_of_fewer_responses_are_taken_under_partial_only(make_net, on_tim
         responses = tuple(response(f"{lease.lease_id}.{i}", [(0, 4)], float(i)) for i in range(count))
         group = Group(lease.group_id, wire.prompt_from_msg(lease.prompt), "g0", lease.attempt, 1.0, responses)
         reply = g.ask(wire.encode_group(group))
-        assert (reply.admitted == [lease.group_id]) == (count in sizes)
-    assert net.counters["group_size"] == 4 - len(sizes) and net.counters["partial"] == len(sizes) - 1
+        assert (reply.admitted == [lease.group_id]) == (count in (2, 3))
+    # Of 1, 2, 3 and 4 responses: one is no group, and four are more than were asked for.
+    assert (net.counters["group_size"], net.counters["short_groups"]) == (2, 1)
+    assert net.counters["partial"] == num_partial

@@ -24,9 +24,11 @@ SLOTS = 12
 
 
 class Simulation:
+    PROMPTS = 300
+
     def __init__(self, seed: int, **limits: object) -> None:
         self.random, self.settings = random.Random(seed), limits
-        self.queue = make_queue(num_prompts=300, lease_timeout_s=60.0, max_attempts=4, **limits)
+        self.queue = make_queue(num_prompts=self.PROMPTS, lease_timeout_s=60.0, max_attempts=4, **limits)
         self.queue.tally.dropped = deque()
         self.now, self.u, self.epoch, self.take_id = 0.0, 0, 0, 0
         self.published = [Version(0, 0)]

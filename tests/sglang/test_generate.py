@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from asyncrl.engines.base import Turn
 from asyncrl.engines.sglang import bodies
 from asyncrl.engines.sglang.client import Client, Refused
 from asyncrl.engines.sglang.expects import needs
@@ -240,7 +241,7 @@ def test_a_request_that_the_server_refuses_says_why(served):
 def test_every_token_carries_the_version_that_sampled_it(served, reference, tmp_path):
     """The one that was on its way when the server paused is not trained on: it stands in the wrong span.
 
-    Last of the file: it leaves other weights on the server.
+    From here on the server has other weights than it started with.
     """
     other = save_untied_moe(tmp_path / "other", seed=5)
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
@@ -276,5 +277,37 @@ def test_every_token_carries_the_version_that_sampled_it(served, reference, tmp_
         assert fresh.sampled is None
         assert {s.version for s in fresh.segments} == {Version(0, 4)}
         check(model, RouteHook(model), prompt, fresh, sampling, ATOL)
+
+    run(served, job)
+
+
+def test_turns_of_a_conversation_over_a_load(served, untied_moe, tmp_path):
+    """Each asks for the rows that are missing; what is cached is used again within a version, and never after it."""
+    sampling, rng = SamplingParams(1.0, 9, ()), np.random.default_rng(5)
+    folders = {1: untied_moe, 2: save_untied_moe(tmp_path / "newer", seed=6)}
+    models = {v: AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for v, f in folders.items()}
+    hooks = {v: RouteHook(model) for v, model in models.items()}
+
+    async def job(engine, client):
+        prompt, rows, cached = prompts(1, seed=6)[0], [], []
+        for turn in range(4):
+            version = 1 + turn // 2
+            if turn % 2 == 0:
+                await engine.load(Version(0, version), Folder(folders[version]))
+            known = sum(map(len, rows))
+            (done,) = await engine.generate(prompt, 1, sampling, turn=Turn("c", known))
+            assert {s.version for s in done.segments} == {Version(0, version)} and done.routes_from == 0
+            rows.append(done.routes)
+            cached.append((done.extra["cached_tokens"], known))
+            ids = np.concatenate((prompt, done.token_ids)).astype(np.int32)
+            assert sum(map(len, rows)) == len(ids) - 1
+            # The rows of this turn are those of this version; for the ones before the caller keeps what it has.
+            _, native = plain_forward(models[version], hooks[version], ids)
+            done.routes = np.concatenate((native[:known].astype(np.uint8), done.routes))
+            check(models[version], hooks[version], prompt, done, sampling, ATOL)
+            prompt = np.concatenate((ids, rng.integers(2, 16, 1 + 3 * turn))).astype(np.int32)
+        engine.forget("c")
+        assert cached[1] == (cached[1][1],) * 2 and cached[3] == (cached[3][1],) * 2 and cached[3][0] > cached[1][0]
+        assert cached[0][0] == cached[2][0] == 0
 
     run(served, job)

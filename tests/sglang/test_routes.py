@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from asyncrl.engines.sglang.routes import RouteDecoder, TurnRoutes
+from asyncrl.engines.sglang.routes import RouteDecoder
 from asyncrl.models.describe import describe
 
 SYMBOLS = range(2, 16)
@@ -60,26 +60,28 @@ def test_b07_prompt_rows_of_a_prefix_cache_hit_are_those_of_the_first_request(se
 
 def test_b01_turns_merge_to_the_rows_of_one_request_in_both_reply_forms(server):
     decoder = decoder_of(server)
-    cropped, full = TurnRoutes(decoder), TurnRoutes(decoder)
+    cropped, full = [], []
     tokens, counts = fresh_prompt(9), []
     for turn, new in enumerate((5, 4, 7)):
+        start = len(tokens) - 1 if turn else 0
         if turn:
             tokens = tokens + fresh_prompt(3)  # what a tool said
-        answer = server.generate(tokens, new, routed_experts_start_len=cropped.start_len)
-        before = cropped.start_len
+        answer = server.generate(tokens, new, routed_experts_start_len=start)
         tokens = tokens + answer["output_ids"]
-        cropped.append(answer["meta_info"]["routed_experts"], len(tokens), request=f"turn {turn}")
-        counts.append(len(cropped.merged()) - before)
+        blob, name = answer["meta_info"]["routed_experts"], f"turn {turn}"
+        cropped.append(decoder.decode(blob, len(tokens), start, request=name))
+        counts.append(len(cropped[-1]))
         # The same inputs from row 0 on, as a server answers that knows no start: the last token is never one.
         again = server.generate(tokens[:-1], 1)
-        full.append(again["meta_info"]["routed_experts"], len(tokens), request=f"turn {turn} in full")
         assert again["meta_info"]["prompt_tokens"] == len(tokens) - 1
+        full.append(decoder.decode(again["meta_info"]["routed_experts"], len(tokens), start, request=f"{name} in full"))
     assert (len(tokens), counts) == (31, [13, 7, 10])
-    assert cropped.merged().shape[0] == 30
-    assert cropped.merged().tobytes() == full.merged().tobytes()
+    merged = np.concatenate(cropped)
+    assert merged.shape[0] == 30
+    assert merged.tobytes() == np.concatenate(full).tobytes()
     # B02: so the row at each border is the true one.
     whole = server.generate(tokens, 1)
-    np.testing.assert_array_equal(np.sort(cropped.merged(), -1), routes_of(decoder, tokens, whole)[:30])
+    np.testing.assert_array_equal(np.sort(merged, -1), routes_of(decoder, tokens, whole)[:30])
 
 
 def test_b02_a_request_of_one_new_token_has_its_last_prompt_row(server):

@@ -78,8 +78,8 @@ def test_overlap_and_repeats_are_refused() -> None:
         ("import asyncrl.tasks.worker, asyncrl.tasks.rewards", ["torch", "transformers", "numpy", "reasoning_gym"]),
         ("import asyncrl.tasks.pool, asyncrl.tasks.text", ["torch", "transformers", "reasoning_gym"]),
         (
-            "from asyncrl.sections.policy import ChainSumTask\nfrom asyncrl.tasks.chain_sum import build_items\n"
-            "build_items(ChainSumTask(train_size=4, eval_size=4))\nimport asyncrl.tasks.gate",
+            "from asyncrl.sections.task import TaskSection\nfrom asyncrl.tasks.chain_sum import build_items\n"
+            "build_items(TaskSection(train_size=4, eval_size=4))\nimport asyncrl.tasks.gate",
             ["torch", "transformers"],
         ),
     ],

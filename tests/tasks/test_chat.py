@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from asyncrl import tasks
 from asyncrl.errors import TaskError
-from asyncrl.sections.policy import ChainSumTask
+from asyncrl.sections.task import TaskSection
 from asyncrl.tasks.base import Item, make_prompts
 from asyncrl.tasks.chain_sum import longest_prompt
 from asyncrl.tasks.chat import ChatTemplate, writer
@@ -59,7 +59,7 @@ def write_chat_folder(folder: Path, template: str | list | None, *, file: bool =
     return folder
 
 
-TASK = ChainSumTask(
+TASK = TaskSection(
     min_terms=2,
     max_terms=2,
     eval_min_terms=2,

@@ -86,6 +86,27 @@ def test_unsafe_verifiers_are_refused_by_name(
         gate.check("mine", ITEMS)
 
 
+def test_items_are_gated_by_their_own_verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rewards.VERIFIERS, "mine", Verifier(exact, gold=str))
+    monkeypatch.setitem(rewards.VERIFIERS, "any", Verifier(pays_for_any_text, gold=str))
+    gate.check("any", [item._replace(verifier="mine") for item in ITEMS], task="sums")
+    with pytest.raises(TaskError, match=r"task 'sums' with verifier 'any'.*junk"):
+        gate.check("mine", [ITEMS[0], ITEMS[1]._replace(verifier="any")], task="sums")
+
+
+def test_an_answer_that_the_verifier_cannot_use_is_refused_by_name() -> None:
+    with pytest.raises(TaskError, match="task 'grids' with verifier 'zebra_grid': its verifier cannot use the answer"):
+        gate.check("zebra_grid", [Item("a puzzle", "5")], task="grids")
+
+
+def test_an_answer_that_is_a_word_of_the_junk_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def any_case(text: str, answer: str) -> float:
+        return float(text.casefold() == answer.casefold())
+
+    monkeypatch.setitem(rewards.VERIFIERS, "mine", Verifier(any_case, gold=str))
+    gate.check("mine", [Item("Is it so?", "true"), Item("Is it not?", "False")])
+
+
 def test_items_without_an_answer_and_empty_tasks_are_refused() -> None:
     with pytest.raises(TaskError, match=r"'chain_sum'.*no answer"):
         gate.check("chain_sum", [Item("1+1=", "")])
@@ -95,8 +116,8 @@ def test_items_without_an_answer_and_empty_tasks_are_refused() -> None:
 
 def test_a_task_is_gated_when_it_is_built(monkeypatch: pytest.MonkeyPatch, model_dir: str) -> None:
     from asyncrl import tasks
-    from asyncrl.sections.policy import ChainSumTask
+    from asyncrl.sections.task import TaskSection
 
     monkeypatch.setitem(rewards.VERIFIERS, "chain_sum", Verifier(pays_for_any_text, gold=str))
     with pytest.raises(TaskError, match=r"'chain_sum'.*junk"):
-        tasks.build(ChainSumTask(train_size=8, eval_size=8), model_dir)
+        tasks.build(TaskSection(train_size=8, eval_size=8), model_dir)

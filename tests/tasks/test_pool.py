@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from asyncrl import wire
 from asyncrl.errors import TaskError
 from asyncrl.tasks.pool import RewardPool, Score
 
@@ -24,9 +25,9 @@ WRONG = ("chain_sum", "+1=3#3", "2")
 LOOP = ("loop", "", "")
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run(work: Coroutine[Any, Any, Any], limit_s: float = 90.0) -> Any:
     async def bounded() -> Any:
-        async with asyncio.timeout(90.0):
+        async with asyncio.timeout(limit_s):
             return await work
 
     return asyncio.run(bounded())
@@ -37,6 +38,13 @@ def gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def wait_until_gone(pids: list[int]) -> None:
@@ -50,9 +58,9 @@ def wait_until_gone(pids: list[int]) -> None:
 def test_rewards_come_back_in_order_from_light_processes() -> None:
     with RewardPool(1, 30.0, ODD) as pool:
         assert run(pool.score_many([GOOD, WRONG, GOOD, ("chain_sum", None, "2")])) == [
-            Score(1.0),
-            Score(0.0),
-            Score(1.0),
+            Score(1.0, extracted="2"),
+            Score(0.0, extracted="3"),
+            Score(1.0, extracted="2"),
             Score(0.0),
         ]
         assert run(pool.score_many([])) == []
@@ -71,6 +79,19 @@ def test_a_million_characters_and_odd_ones_pass() -> None:
         texts = [long + "#2", long, "\ud800\x00\n#2", "\u221e#2"]
         outcomes = run(pool.score_many([("chain_sum", text, "2") for text in texts]))
         assert [o.reward for o in outcomes] == [1.0, 0.0, 1.0, 1.0]
+
+
+def test_half_of_a_surrogate_pair_in_what_a_verifier_says_reaches_replay() -> None:
+    """JSON can hold it and no message can: a model that writes it must not end its generator."""
+    pair, half = '{"a": "\\ud83d\\ude00"}', '{"a": "\\ud83d"}'
+    with RewardPool(1, 30.0, ODD) as pool:
+        said = [("json_schema", text, '{"type": "object"}') for text in (pair, half)]
+        whole, broken, failed = run(pool.score_many([*said, ("half", "", "")]))
+    assert (whole.extracted, broken.extracted) == ('{"a":"\U0001f600"}', '{"a":"?"}')
+    assert failed == Score(None, "error: ValueError: no character: ?")
+    answer = wire.EvalAnswer("p", 0, False, 1.0, 9, "stop", broken.extracted)
+    assert wire.decode(wire.encode(wire.EvalResult("0.1", (0, 1), [answer]))).answers == [answer]
+    assert wire.decode(wire.encode(wire.Failed("l", "g", failed.error))).reason == failed.error
 
 
 def test_endless_answers_cost_only_themselves() -> None:
@@ -92,6 +113,113 @@ def test_endless_answers_cost_only_themselves() -> None:
         assert [run(pool.score(*GOOD)) for _ in range(2)] == [1.0, 1.0]
         assert len(pool.pids) == 2
         assert all(gone(pid) for pid in set(first) - set(pool.pids))
+
+
+def memory_of(pids: list[int]) -> int:
+    return max(psutil.Process(pid).memory_info().rss for pid in pids)
+
+
+def test_odd_answers_in_one_group_cost_only_themselves() -> None:
+    """Field case B63, by the verifier math and as one group: towers of powers, 400 brackets, a megabyte of digits."""
+    good, tower = ("math", "\\boxed{7}", "7"), ("math", "\\boxed{9^{9^{9^{9}}}}", "7")
+    odd = [("math", f"\\boxed{{{'(' * 400}1{')' * 400}}}", "7"), ("math", "9" * 2**20, "7")]
+    endless = [LOOP, ("power", "9", ""), LOOP]
+    limit_s = 2.0
+    with RewardPool(2, limit_s, ODD) as pool:
+        run(pool.score_many([("math", "\\boxed{\\sqrt{49}}", "7")] * 8))
+        before = memory_of(pool.pids)
+        outcomes = run(pool.score_many([*endless, *[good] * 10, *odd, tower]), 4 * limit_s + 60.0)
+        assert [o.reward for o in outcomes[3:13]] == [1.0] * 10
+        assert [o.timed_out for o in outcomes[:3]] == [True] * 3
+        assert [o.reward for o in outcomes[13:15]] == [0.0, 0.0]
+        # The library gives the tower up, or the pool does; either way it has no reward of 0.
+        assert outcomes[15].reward is None
+        assert pool.counters["timeouts"] >= 3
+        assert [o.reward for o in run(pool.score_many([good, good]))] == [1.0, 1.0]
+        wait_until(lambda: len(pool.pids) == 2)
+        assert memory_of(pool.pids) < before + 2**26
+
+
+def test_a_worker_that_runs_out_of_memory_is_replaced() -> None:
+    with RewardPool(1, 60.0, ODD, memory_bytes=2**29) as pool:
+        assert run(pool.score(*GOOD)) == 1.0
+        before = memory_of(pool.pids)
+        outcomes = run(pool.score_many([GOOD, ("hoard", "", ""), WRONG, ("hoard", "", ""), GOOD]))
+        assert [o.reward for o in outcomes] == [1.0, None, 0.0, None, 1.0]
+        assert outcomes[1].error.startswith("error: MemoryError")
+        assert (pool.counters["errors"], pool.counters["crashes"], pool.counters["restarts"]) == (2, 0, 2)
+        assert memory_of(pool.pids) < before + 2**26
+
+
+def test_a_group_is_spread_over_free_workers_and_keeps_its_order() -> None:
+    with RewardPool(2, 60.0, ODD) as pool:
+        for _ in range(2):  # one after the other, until both have started
+            assert run(pool.score(*GOOD)) == 1.0
+        outcomes = run(pool.score_many([("pid", "0.2", "")] * 2))  # too slow for one to take both
+        assert {o.parts["pid"] for o in outcomes} == set(map(float, pool.pids))
+        assert [o.extracted for o in outcomes] == ["x" * 300] * 2
+        assert [o.reward for o in run(pool.score_many([GOOD, WRONG] * 20))] == [1.0, 0.0] * 20
+
+
+def test_a_call_that_ends_before_its_helpers_begin_keeps_all_workers() -> None:
+    with RewardPool(2, 60.0, ODD) as pool:
+        for _ in range(2):  # one after the other, until both have started
+            assert run(pool.score(*GOOD)) == 1.0
+        bad: Any = ("chain_sum", "#2", b"no text")  # raises in the first lane, at once
+        with pytest.raises(TypeError):
+            run(pool.score_many([bad] * 4))
+        for _ in range(2):
+            assert run(pool.score(*GOOD)) == 1.0
+        outcomes = run(pool.score_many([("pid", "0.2", "")] * 2))  # too slow for one to take both
+        assert {o.parts["pid"] for o in outcomes} == set(map(float, pool.pids))
+
+
+def test_calls_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that are being scored are bounded: later calls wait, and one that is larger than the bound goes alone."""
+    monkeypatch.setattr("asyncrl.tasks.pool.MAX_PENDING_CHARS", 100)
+    seen: list[int] = []
+
+    async def crowd(pool: RewardPool) -> list[Any]:
+        async def one(size: int) -> list[Score]:
+            found = await pool.score_many([("chain_sum", "1" * size + "#2", "2")])
+            seen.append(pool._pending)
+            return found
+
+        calls = [asyncio.create_task(one(size)) for size in (60, 60, 500, 10)]
+        cancelled = asyncio.create_task(one(90))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        return await asyncio.gather(*calls)
+
+    with RewardPool(2, 60.0) as pool:
+        assert [o[0].reward for o in run(crowd(pool))] == [1.0] * 4
+        assert pool._pending == 0 and max(seen) <= 100
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason", "counter"),
+    [
+        (("exit", "", ""), "error: SystemExit: 3", "errors"),
+        (("late", "", ""), "timeout: TimeoutError: it took too long", "timeouts"),
+    ],
+)
+def test_a_verifier_that_ends_itself_or_gives_up(request_: tuple[str, str, str], reason: str, counter: str) -> None:
+    with RewardPool(1, 60.0, ODD) as pool:
+        bad, good = run(pool.score_many([request_, GOOD]))
+        assert bad == Score(None, reason, timed_out=counter == "timeouts") and good.reward == 1.0
+        assert pool.counters[counter] == 1 and pool.counters["restarts"] == 0
+
+
+def test_loading_a_library_takes_none_of_the_time_of_an_item() -> None:
+    with RewardPool(1, 2.0, ODD) as pool:
+        assert [o.reward for o in run(pool.score_many([("slow to load", "", ""), GOOD]))] == [1.0, 1.0]
+        assert pool.counters["timeouts"] == 0
+
+
+def test_a_right_answer_scores_1_in_a_process_of_the_pool() -> None:
+    """Field case B62: by the library, whose time limit works in a main thread only."""
+    with RewardPool(1, 60.0) as pool:
+        assert run(pool.score("math", r"\boxed{2\sqrt{3}}", r"\sqrt{12}")) == 1.0
 
 
 def test_one_endless_answer_in_a_batch_spares_the_others() -> None:
@@ -119,7 +247,7 @@ def test_an_error_inside_a_verifier_is_never_a_reward(request_: tuple[str, str, 
         assert bad.reward is None
         assert bad.error.startswith("error: ")
         assert reason in bad.error
-        assert good == Score(1.0)
+        assert good == Score(1.0, extracted="2")
         with pytest.raises(TaskError, match=f"no reward for a response of source {request_[0]!r}"):
             run(pool.score(*request_))
         assert pool.pids == worker  # the worker survives its verifier
@@ -130,7 +258,7 @@ def test_a_crash_is_counted_and_the_worker_replaced() -> None:
     with RewardPool(1, 30.0, ODD) as pool:
         bad, good = run(pool.score_many([("crash", "", ""), GOOD]))
         assert bad == Score(None, "crash: the worker died (exit status -9)")
-        assert good == Score(1.0)
+        assert good == Score(1.0, extracted="2")
         assert (pool.counters["crashes"], pool.counters["restarts"]) == (1, 1)
 
 

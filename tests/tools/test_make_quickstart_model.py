@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncrl.config import ChainSumTask, load_config
+from asyncrl.config import TaskSection, load_config
 from asyncrl.tasks import build
 from asyncrl.tasks.base import Item
 from asyncrl.tasks.chain_sum import build_items, demonstrations
@@ -51,7 +51,7 @@ def test_a_lazy_demonstration_reports_the_total_so_far() -> None:
 
 
 def test_every_whole_demonstration_earns_the_reward() -> None:
-    task = ChainSumTask(train_size=50, eval_size=20)
+    task = TaskSection(train_size=50, eval_size=20)
     for item in islice(demonstrations(task), 200):
         shown = text_of(demos.demonstrate(item, random.Random(0), early=0.0).ids)
         assert score("chain_sum", shown.removeprefix(item.text).removesuffix("."), item.answer) == 1.0
@@ -105,7 +105,7 @@ def test_the_folder_is_complete_and_usable(built: Path) -> None:
     assert [p.name for p in built.parent.iterdir()] == ["quickstart"]  # nothing temporary is left
     config = json.loads((built / "config.json").read_text())
     assert (config["eos_token_id"], config["pad_token_id"], config["vocab_size"]) == (1, 0, 16)
-    task = build(ChainSumTask(train_size=50, eval_size=20), built)
+    task = build(TaskSection(train_size=50, eval_size=20), built)
     assert task.stop_token_ids == (1,)
     assert Decoder(built).decode(task.train[0].token_ids) == task.train[0].text
 
@@ -161,7 +161,7 @@ def test_a_bad_setting_and_a_dead_expert_are_refused(tmp_path: Path, capsys: pyt
 
 
 def test_training_lowers_the_loss_without_held_out_texts() -> None:
-    task = ChainSumTask(train_size=50, eval_size=20)
+    task = TaskSection(train_size=50, eval_size=20)
     held_out = {item.text for item in build_items(task)[1]}
     seen: list[str] = []
 
@@ -182,4 +182,4 @@ def test_training_lowers_the_loss_without_held_out_texts() -> None:
 
 def test_the_default_config_is_the_quickstart() -> None:
     args = tool.parse(["out"])
-    assert load_config(args.config).task == ChainSumTask()
+    assert load_config(args.config).task == TaskSection()

@@ -15,7 +15,9 @@ def test_the_numbers_of_a_running_run():
     assert d["updates"] == {"done": 57, "total": 120, "seconds_each": 0.92, "eta_s": pytest.approx(57.96)}
     assert d["lag"] == {"mean": 3.25, "p90": 6.0, "max": 7.0, "limit": 8}
     assert d["record_age_s"] == 2.0
-    assert d["accuracy"] == {"sampled": 0.81, "greedy": 0.84, "version": 40, "count": 800}
+    assert d["accuracy"] == {
+        "sampled": 0.81, "greedy": 0.84, "version": 40, "count": 800, "status": None, "sets": {},
+    }  # fmt: skip
     assert d["learning"]["reward"] == 0.7421875 and d["learning"]["skipped_updates"] is None
     assert d["dropped"] == {"lease_expired": 1, "stale": 12}
     assert d["idle"]["learner"] == {"few_groups": 0.2, "other": 0.088}

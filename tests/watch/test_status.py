@@ -125,3 +125,21 @@ def test_numbers_in_words():
     assert [duration(x) for x in (0.4, 119, 130, 3599, 7200, 90000, 200000)] == [
         "0 s", "119 s", "2 min 10 s", "59 min", "2 h 0 min", "25 h 0 min", "2 d 7 h",
     ]  # fmt: skip
+
+
+def test_held_out_sets_have_a_line_each_where_there_is_more_to_say():
+    one = {"avg_at_1": 0.81, "pass_at_1": 0.81, "greedy": 0.84, "ci_low": 0.77, "ci_high": 0.85}
+    math = {
+        "avg_at_8": 0.4, "pass_at_1": 0.4, "pass_at_4": 0.55, "pass_at_8": 0.6, "maj_at_8": 0.5, "greedy": 0.43,
+        "ci_low": 0.37, "ci_high": 0.43, "truncated": 0.03,
+    }  # fmt: skip
+    newest = full()["evaluations"][-1]
+    assert "chain_sum:" not in text(full(evaluations=[newest | {"sets": {"chain_sum": one}}]))
+    cut = newest | {"sets": {"chain_sum": one, "math": math}, "status": "cut short"}
+    shown = text(full(evaluations=[cut]), width=140)
+    assert "greedy 84% at update 40, cut short" in shown
+    assert "chain_sum: avg@1 81% (77% to 85%), greedy 84%" in shown
+    assert "math: avg@8 40% (37% to 43%), pass@8 60%, maj@8 50%, greedy 43%, truncated 3%" in shown
+    alone = text(full(evaluations=[newest | {"sets": {"math": math}}]), width=140)
+    assert "math: avg@8" in alone
+    assert "zebra: no answer" in text(full(evaluations=[newest | {"sets": {"zebra": {"count": 0.0}}}]))

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl.engines.base import Source
+from asyncrl.engines.base import Source, Turn
 from asyncrl.engines.sglang import bodies
 from asyncrl.engines.sglang.answers import Aborted, Asked, completion_of
 from asyncrl.engines.sglang.client import Client
@@ -44,10 +44,16 @@ class Asker:
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """n samples of one prompt, one after the other, whose common beginnings may come from the cache."""
+        if turn is not None:
+            raise EngineError("turns are checked by themselves")
         key = f"contract-{uuid.uuid5(uuid.NAMESPACE_OID, str(id(self)))}"
         return [await self.sample(np.asarray(prompt_ids).tolist(), sampling, key) for _ in range(n)]
+
+    def forget(self, conversation: str) -> None:
+        """Nothing is kept."""
 
     async def load(self, version: Version, source: Source) -> NoReturn:
         """Nothing: updates are checked by themselves."""

@@ -15,7 +15,6 @@ from asyncrl.engines.sglang.answers import Aborted
 from asyncrl.engines.sglang.checks import check_temperature, check_vocabulary
 from asyncrl.engines.sglang.client import Client, Refused
 from asyncrl.engines.sglang.flags import Facts
-from asyncrl.engines.sglang.routes import TurnRoutes
 from asyncrl.errors import EngineError, RouteError
 from asyncrl.types import SamplingParams
 from sglang_contract_lib.asking import Asker, new_name
@@ -88,18 +87,18 @@ async def _start_len(report: Report, asker: Asker) -> None:
     if asker.decoder is None:
         report.add(SKIPPED, "start_len", "a dense model has no routes")
         return
-    sampling, turns, key = SamplingParams(1.0, 8, ()), TurnRoutes(asker.decoder), new_name()
-    tokens, sent = _prompt(asker, 12), list[int]()
-    for _ in range(2):
-        rid, start = new_name(), turns.start_len
+    sampling, key = SamplingParams(1.0, 8, ()), new_name()
+    tokens, sent, parts, start = _prompt(asker, 12), list[int](), [], 0
+    for turn in range(2):
+        rid, start = new_name(), len(tokens) - 1 if turn else 0
         reply = await asker.raw(tokens, sampling, key, rid, start)
         meta, ids = reply.get("meta_info"), reply.get("output_ids")
         if not isinstance(meta, dict) or not isinstance(ids, list):
             raise EngineError(f"{rid}: meta_info or output_ids of the reply is missing")
         tokens, blob = tokens + ids, meta.get("routed_experts")
-        turns.append(blob, len(tokens), request=rid)
+        parts.append(asker.decoder.decode(blob, len(tokens), start, request=rid))
         sent.append(len(base64.b64decode(str(blob))))
-    merged, last = turns.merged(), len(tokens) - 1
+    merged, last = np.concatenate(parts), len(tokens) - 1
     whole = (await asker.sample(tokens, replace(sampling, max_new_tokens=1))).routes
     assert whole is not None
     if _overlap(merged, whole[:last]) < OVERLAP:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from asyncrl import cli
 from asyncrl.config import Config
 from asyncrl.engines.around import Around
-from asyncrl.engines.base import Engine, Source
+from asyncrl.engines.base import Engine, Source, Turn
 from asyncrl.engines.probe import probe
 from asyncrl.generator import role
 from asyncrl.generator.open_engine import hash_seed
@@ -48,10 +48,11 @@ class OneIn(Around):
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
-        """From one of both."""
+        """From one of both; turns of conversations from the good one."""
         is_bad = n > 1 and is_faulty(prompt_ids)
-        return await (self._bad if is_bad else self._engine).generate(prompt_ids, n, sampling, limit_s, cut)
+        return await (self._bad if is_bad else self._engine).generate(prompt_ids, n, sampling, limit_s, cut, turn)
 
     async def load(self, version: Version, source: Source) -> None:
         """Both."""

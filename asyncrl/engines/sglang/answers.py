@@ -22,12 +22,16 @@ from asyncrl.types import Completion, SamplingParams, Segment, Version
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a reply answers: request id, prompt tokens P, sampling, and the version when it was submitted."""
+    """What a reply answers: request id, prompt tokens P, sampling, and the version when it was submitted.
+
+    rows: route rows that whoever asked has already.
+    """
 
     rid: str
     num_prompt: int
     sampling: SamplingParams
     version: Version
+    rows: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ def completion_of(
         sampled=_sampled(segments, len(tokens), asked) if overlap else None,
     )
     if routes is not None:
-        done.routes = routes.decode(meta.get("routed_experts"), asked.num_prompt + len(tokens), request=rid)
+        length = asked.num_prompt + len(tokens)
+        done.routes = routes.decode(meta.get("routed_experts"), length, asked.rows, request=rid)
         done.routes_from = _routes_from(done, asked, retractions)
     return done
 
@@ -102,7 +107,7 @@ def _sampled(segments: tuple[Segment, ...], length: int, asked: Asked) -> NDArra
 
 
 def _routes_from(done: Completion, asked: Asked, retractions: int) -> int:
-    """First row of the routes that the weights of its own token computed.
+    """First row of the routes that the weights of its own token computed, of all S - 1.
 
     A retracted request is run again from its first token on, under the weights of then, and the routes of that run
     are all that is left: only those of the last version are known. One that began after an update may have run the

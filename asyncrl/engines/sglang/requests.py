@@ -32,10 +32,13 @@ Task = asyncio.Task["Completion | None"]
 
 
 class Group:
-    """The requests of one prompt. cut: whoever asked takes what is finished. live: ids at the server, by task."""
+    """The requests of one prompt. cut: whoever asked takes what is finished. live: ids at the server, by task.
 
-    def __init__(self, prompt_ids: list[int], n: int, sampling: SamplingParams) -> None:
-        self.prompt_ids, self.n, self.sampling = prompt_ids, n, sampling
+    rows: route rows that whoever asked has of the tokens before; only those after are asked for.
+    """
+
+    def __init__(self, prompt_ids: list[int], n: int, sampling: SamplingParams, rows: int = 0) -> None:
+        self.prompt_ids, self.n, self.sampling, self.rows = prompt_ids, n, sampling, rows
         self.cut = asyncio.Event()
         self.ending = False
         self.live: dict[asyncio.Task[Any], str] = {}
@@ -182,9 +185,9 @@ class Requests:
         """One sample; None when it was cut off."""
         aborts = 0
         while True:
-            await self._turn()
+            await self._until_open()
             rid = f"{self._name}-{uuid.uuid4().hex}"
-            asked = Asked(rid, len(group.prompt_ids), group.sampling, self.version)
+            asked = Asked(rid, len(group.prompt_ids), group.sampling, self.version, group.rows)
             reply = await self._ask(group, asked)
             done = completion_of(reply, asked, self.versions, self._decoder, self._overlap)
             if isinstance(done, Aborted):
@@ -202,7 +205,7 @@ class Requests:
                 return done
             self.tally.add("stale_prefix")
 
-    async def _turn(self) -> None:
+    async def _until_open(self) -> None:
         """Wait until the server samples; the caller's limit ends that."""
         self.check()
         self.tally.waiting += 1
@@ -217,7 +220,7 @@ class Requests:
         assert task is not None
         body = bodies.generate(
             group.prompt_ids, asked.rid, group.sampling,
-            routes=self._decoder is not None, cache_key=f"{self.life}/{self.label}",
+            routes=self._decoder is not None, cache_key=f"{self.life}/{self.label}", routes_from=group.rows,
         )  # fmt: skip
         group.live[task] = asked.rid
         self.live.add(asked.rid)

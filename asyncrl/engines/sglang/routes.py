@@ -84,9 +84,10 @@ class RouteDecoder:
         """Routes [S - 1 - start_len, L, K] in the model's route dtype, of the rows from start_len on.
 
         blob: routed_experts of the reply (None: there was none). num_tokens: S of this request, start_len its
-        routed_experts_start_len. A server that ignored start_len sends all S - 1 rows; the first ones are then left
-        out, since the caller has them from when they were computed. request names it in every RouteError: no routes,
-        no base64, rows or planes or columns of another number, ids that are no experts, an expert twice in a row.
+        routed_experts_start_len: 0, or for a turn of a conversation S - 1 of the turns before. A server that ignored
+        it sends all S - 1 rows; the first ones are then left out, since the caller has them from when their tokens
+        were sampled, and they may have been computed again since. request names it in every RouteError: no routes, no
+        base64, rows or planes or columns of another number, ids that are no experts, an expert twice in a row.
         """
         if num_tokens < 1 or not 0 <= start_len < num_tokens:
             raise RouteError(f"{request}: there are no routes of {num_tokens} tokens from row {start_len} on")
@@ -159,38 +160,6 @@ class RouteDecoder:
 
     def _empty(self, rows: int) -> NDArray[np.unsignedinteger]:
         return np.empty((rows, len(self.info.layers), self.info.top_k), self.info.route_dtype)
-
-
-class TurnRoutes:
-    """The routes of a conversation whose turns are requests of their own, each with all the tokens before it.
-
-    Ask for each turn with routed_experts_start_len = `start_len`: the row of the last token before it, which no
-    earlier turn could have. Rows that a server sends again all the same are not taken: the first ones were there when
-    the tokens were sampled, and may have been computed again since.
-    """
-
-    def __init__(self, decoder: RouteDecoder) -> None:
-        self._decoder = decoder
-        self._parts: list[NDArray[np.unsignedinteger]] = []
-        self._tokens = 0
-
-    @property
-    def start_len(self) -> int:
-        """First row of the next turn that is not known: S - 1 of the turns so far, 0 before the first."""
-        return max(0, self._tokens - 1)
-
-    def append(self, blob: Any, num_tokens: int, *, request: str) -> None:
-        """Add a turn; num_tokens is S with everything before it. RouteError as of `decode`, and nothing is added."""
-        if num_tokens < self._tokens:
-            raise RouteError(f"{request}: a turn of {num_tokens} tokens after {self._tokens} cannot hold those before")
-        self._parts.append(self._decoder.decode(blob, num_tokens, self.start_len, request=request))
-        self._tokens = num_tokens
-
-    def merged(self) -> NDArray[np.unsignedinteger]:
-        """Routes [S - 1, L, K] of all turns, for a copy; RouteError before there is one."""
-        if not self._parts:
-            raise RouteError("no turn was appended")
-        return np.concatenate(self._parts)
 
 
 def _words(layout: _Layout) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl.engines.around import Around
-from asyncrl.engines.base import Engine, Source
+from asyncrl.engines.base import Engine, Source, Turn
 from asyncrl.engines.sglang.client import Unreachable
 from asyncrl.types import Completion, SamplingParams, Version
 
@@ -40,10 +40,11 @@ class Served(Around):
         sampling: SamplingParams,
         limit_s: float | None = None,
         cut: asyncio.Event | None = None,
+        turn: Turn | None = None,
     ) -> list[Completion]:
         """As the engine. When the server ended meanwhile, EngineError says so and not that a connection was lost."""
         try:
-            return await super().generate(prompt_ids, n, sampling, limit_s, cut)
+            return await super().generate(prompt_ids, n, sampling, limit_s, cut, turn)
         except Unreachable:
             deadline = time.monotonic() + _END_S
             while time.monotonic() < deadline:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,6 +114,20 @@ def test_a_version_without_a_token_is_no_segment():
 def test_routes_of_tokens_that_were_computed_again_are_unknown(changed, retractions, first_known):
     done = decoded(reply_of(weight_versions=spans(*changed), num_retractions=retractions))
     assert done.routes_from == first_known and len(done.routes) == 8
+
+
+@pytest.mark.parametrize("form", ["full", "crop"])
+@pytest.mark.parametrize("retractions", [0, 1])
+def test_a_turn_has_the_rows_that_its_caller_lacks_in_both_reply_forms(form, retractions):
+    asked = replace(ASKED, rows=2)
+    reply = reply_of(weight_versions=spans(("0.4", 0, 2), ("0.5", 2, 6)), num_retractions=retractions)
+    if form == "crop":
+        rows = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(8, LAYERS, 2)
+        reply["meta_info"]["routed_experts"] = base64.b64encode(rows[2:].tobytes()).decode()
+    done = decoded(reply, asked)
+    np.testing.assert_array_equal(done.routes, decoded(reply_of()).routes[2:])
+    # Counted from row 0, whatever the caller has.
+    assert done.routes_from == (2 + 2 if retractions else 0)
 
 
 def test_a_stale_prefix():

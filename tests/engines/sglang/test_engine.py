@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from asyncrl.engines.base import Turn
 from asyncrl.engines.sglang.client import Client
 from asyncrl.engines.sglang_engine import SglangEngine
 from asyncrl.errors import EngineError, RouteError, TrajectoryError, WeightSyncError
@@ -82,6 +84,40 @@ def test_samples_are_of_the_prompt_with_ids_of_their_own():
         stats = engine.stats()
         assert (stats["tokens"], stats["prompt_tokens"], stats["running"]) == (24, 9, 0)
         assert stats["busy_s"] > 0
+
+    run(job)
+
+
+@pytest.mark.parametrize("form", ["full", "crop"])
+def test_a_turn_sends_its_whole_prompt_and_asks_for_the_rows_that_are_missing(form):
+    async def job(fake, engine, updater):
+        def crop(reply, body):
+            rows = np.frombuffer(base64.b64decode(reply["meta_info"]["routed_experts"]), "<i4").reshape(-1, LAYERS, 2)
+            reply["meta_info"]["routed_experts"] = base64.b64encode(
+                rows[body["routed_experts_start_len"] :].tobytes()
+            ).decode()
+
+        fake.edit = crop if form == "crop" else fake.edit
+        prompt, rows = PROMPT, []
+        for turn in range(3):
+            known = sum(map(len, rows))
+            (done,) = await engine.generate(prompt, 1, EIGHT, turn=Turn("c", known))
+            assert fake.bodies[-1]["input_ids"] == prompt.tolist()
+            assert fake.bodies[-1]["routed_experts_start_len"] == known == (len(prompt) - 3 if turn else 0)
+            rows.append(done.routes)
+            prompt = np.concatenate((prompt, done.token_ids, [4, 5])).astype(np.int32)
+        (whole,) = await engine.generate(prompt, 1, EIGHT)
+        np.testing.assert_array_equal(np.concatenate(rows), whole.routes[: len(prompt) - 3])
+        # What the server may take from its cache is of the version that is sampled with, and of no other.
+        await engine.load(Version(0, 4), None)
+        await engine.generate(prompt, 1, EIGHT, turn=Turn("c", len(prompt) - 3))
+        keys = [body["extra_key"] for body in fake.bodies]
+        assert len(set(keys[:4])) == 1 and keys[4] not in keys[:4]
+        engine.forget("c")
+        for n, bad, words in ((2, 0, "n=2 samples of a turn"), (1, len(prompt), "rows=")):
+            with pytest.raises(EngineError, match=words):
+                await engine.generate(prompt, n, EIGHT, turn=Turn("c", bad))
+        assert len(fake.bodies) == 5
 
     run(job)
 

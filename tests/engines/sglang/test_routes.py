@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from asyncrl.engines.sglang.routes import RouteDecoder, TurnRoutes
+from asyncrl.engines.sglang.routes import RouteDecoder
 from asyncrl.errors import RouteError
 from asyncrl.types import ModelInfo
 
@@ -231,18 +231,18 @@ def test_honest_replies_read_in_one_way_whatever_their_layout(layers, top_k, ext
 # --- turns --------------------------------------------------------------------------------------------
 
 ENDS = (5, 9, 14)
+"""S of each turn of a conversation, with everything before it."""
 
 
-def merged(form, rows, decoder=None):
-    """Turns that end at ENDS, asked for as TurnRoutes says."""
-    turns = TurnRoutes(decoder or RouteDecoder(INFO, 6))
-    counts, starts = [], []
+def merged(form, rows):
+    """Turns that end at ENDS, each asked for from the row that no turn before it could have."""
+    decoder, parts, counts, starts = RouteDecoder(INFO, 6), [], [], [0]
     for end in ENDS:
-        part = rows[: end - 1] if form == "full" else rows[turns.start_len : end - 1]
-        counts.append(len(part))
-        starts.append(turns.start_len)
-        turns.append(encoded(with_dense(part)), end, request="r7")
-    return turns.merged(), counts, starts
+        reply = rows[: end - 1] if form == "full" else rows[starts[-1] : end - 1]
+        counts.append(len(reply))
+        parts.append(decoder.decode(encoded(with_dense(reply)), end, starts[-1], request="r7"))
+        starts.append(end - 1)
+    return np.concatenate(parts), counts, starts[:-1]
 
 
 def test_b01_both_reply_forms_merge_to_the_same_array():
@@ -255,41 +255,18 @@ def test_b01_both_reply_forms_merge_to_the_same_array():
 
 
 @pytest.mark.parametrize("count", [12, 17, 4, 6])
-def test_b01_a_turn_of_another_row_count_is_refused_and_adds_nothing(count):
-    rows = rows_of(17)
-    turns = TurnRoutes(RouteDecoder(INFO, 6))
-    for end in ENDS[:2]:
-        turns.append(encoded(with_dense(rows[: end - 1])), end, request="r7")
+def test_b01_a_turn_of_another_row_count_is_refused(count):
+    rows, decoder = rows_of(17), RouteDecoder(INFO, 6)
+    decoder.decode(encoded(with_dense(rows[:4])), 5, request="r7")
     with pytest.raises(RouteError, match=rf"r8: expected 5 rows \(or all 13\) of 6 planes .*: {count} rows of"):
-        turns.append(encoded(with_dense(rows[:count])), 14, request="r8")
-    assert turns.start_len == 8 and len(turns.merged()) == 8
-    turns.append(encoded(with_dense(rows[:13])), 14, request="r8")
-    np.testing.assert_array_equal(turns.merged(), rows[:13])
+        decoder.decode(encoded(with_dense(rows[:count])), 14, 8, request="r8")
+    np.testing.assert_array_equal(decoder.decode(encoded(with_dense(rows[:13])), 14, 8, request="r8"), rows[8:13])
 
 
 @pytest.mark.parametrize("form", ["full", "crop"])
 def test_b02_the_row_at_a_border_between_turns_is_that_of_the_later_turn(form):
-    rows = rows_of(8)
-    turns = TurnRoutes(RouteDecoder(INFO, 6))
-    turns.append(encoded(with_dense(rows[:4])), 5, request="r7")
-    turns.append(encoded(with_dense(rows if form == "full" else rows[4:])), 9, request="r7")
-    assert len(turns.merged()) == 8
-    np.testing.assert_array_equal(turns.merged()[4], rows[4])
-
-
-def test_rows_that_come_again_do_not_replace_those_that_sampled():
-    # A server that computed the prompt of turn 2 again under newer weights has other rows for turn 1.
-    first, again = rows_of(4, seed=1), rows_of(8, seed=2)
-    turns = TurnRoutes(RouteDecoder(INFO, 6))
-    turns.append(encoded(with_dense(first)), 5, request="r7")
-    turns.append(encoded(with_dense(again)), 9, request="r7")
-    np.testing.assert_array_equal(turns.merged(), np.concatenate([first, again[4:]]))
-
-
-def test_a_turn_that_forgot_the_ones_before_is_refused():
-    turns = TurnRoutes(RouteDecoder(INFO, 6))
-    with pytest.raises(RouteError, match="no turn"):
-        turns.merged()
-    turns.append(encoded(rows_of(8)), 9, request="r7")
-    with pytest.raises(RouteError, match="r8: a turn of 5 tokens after 9 cannot hold those before"):
-        turns.append(encoded(rows_of(4)), 5, request="r8")
+    rows, decoder = rows_of(8), RouteDecoder(INFO, 6)
+    first = decoder.decode(encoded(with_dense(rows[:4])), 5, request="r7")
+    later = decoder.decode(encoded(with_dense(rows if form == "full" else rows[4:])), 9, 4, request="r7")
+    assert (len(first), len(later)) == (4, 4)
+    np.testing.assert_array_equal(later[0], rows[4])

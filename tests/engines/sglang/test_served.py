@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from asyncrl.engines.base import Turn
 from asyncrl.engines.sglang.client import Unreachable
 from asyncrl.engines.sglang.served import Served
 from asyncrl.errors import EngineError, RouteError, WeightSyncError
@@ -81,7 +82,8 @@ def test_it_is_probed_after_its_first_load_and_only_then():
     asyncio.run(run())
     assert proven == [Version(0, 0)] and engine.version == Version(0, 1)
     assert engine.describe() == "info" and engine.stats() == {"loads": 2.0}
-    assert asyncio.run(engine.generate("ids", 1, SAMPLING)) == ["ids", 1, SAMPLING, None, None]
+    turn = Turn("c", 3)
+    assert asyncio.run(engine.generate("ids", 1, SAMPLING, turn=turn)) == ["ids", 1, SAMPLING, None, None, turn]
     engine.close()
     assert inner.closed
 

@@ -1,0 +1,1 @@
+"""`asyncrl eval`: a model measured on held-out prompts, without a run."""

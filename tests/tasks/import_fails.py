@@ -1,0 +1,4 @@
+"""A module of the user's that cannot be imported."""
+
+print("importing")
+raise ImportError("a library is missing")
