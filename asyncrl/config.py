@@ -171,6 +171,9 @@ def _override(item: str) -> tuple[str, Any]:
     key, sign, value = item.partition("=")
     if not sign or not key.strip():
         raise ConfigError(f"override {item!r} is not key=value")
+    if re.search(r"\.\d+(?=\.|$)", key.strip()):
+        place = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key.strip())
+        raise ConfigError(f"override {item!r}: a place in a list is written in brackets; write '{place}={value}'")
     if re.search(r"\[\d+\]", key):
         return f"override {item!r}", _Place(key.strip(), OmegaConf.from_dotlist([f"value={value}"])["value"])
     return f"override {item!r}", OmegaConf.from_dotlist([item])

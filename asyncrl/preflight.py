@@ -20,6 +20,7 @@ from asyncrl.tasks import check as check_task
 from asyncrl.tasks import longest_prompt, user_reward
 from asyncrl.tasks.environments import check as environment_check
 from asyncrl.tasks.environments.observations import Observations
+from asyncrl.tasks.held_out import check_keep_best
 from asyncrl.transport import keys
 from asyncrl.transport.address import is_loopback, parse, refuse_open
 from asyncrl.types import ModelInfo
@@ -96,8 +97,9 @@ def _check_task(config: Config) -> None:
         raise ConfigError(
             "task.train=[]: task.name=sources needs a list of sources; give each a path or a procedural (docs/data.md)"
         )
+    check_keep_best(config.learner.keep_best, config.task, config.eval)
     try:
-        check_task(config.task)
+        check_task(config.task, config.run.start_timeout_s)
     except TaskError as exc:
         raise ConfigError(str(exc)) from exc
 

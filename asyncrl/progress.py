@@ -7,7 +7,7 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from asyncrl.learner.alarming import FILE as ALARMS
+
 Record = dict[str, Any]
+
+LARGE = 1e6
+"""Numbers from here on are shown with an exponent."""
 
 
 class Tail:
@@ -46,6 +51,8 @@ class View:
         self.accuracy: dict[int, tuple[float, float]] = {}
         self.done = 0
         self.rewards: list[float] = []
+        self.unanswered: dict[int, float] = {}
+        """Held-out responses without an answer, by evaluated update."""
 
     def add(self, record: Record) -> None:
         """Take in one record of metrics.jsonl."""
@@ -53,6 +60,7 @@ class View:
         if "eval/sampled_accuracy" in record or "eval/greedy_accuracy" in record:
             pair = (number(record, "eval/sampled_accuracy"), number(record, "eval/greedy_accuracy"))
             self.accuracy[int(record["update"])] = pair
+            self.unanswered[int(record["update"])] = number(record, "eval/failed")
         if "policy/reward" in record:
             self.rewards.append(number(record, "policy/reward"))
             self.done = int(record["update"]) + int(record.get("optim/stepped", 1))
@@ -72,7 +80,10 @@ class View:
 
 def _shown(value: float, digits: int) -> str:
     """A number, or a dash for what was not measured (yet)."""
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+    if math.isnan(value):
+        return "-"
+    # Rewards of users may be of any size.
+    return f"{value:.{digits}f}" if abs(value) < LARGE else f"{value:.4g}"
 
 
 def number(record: Record, key: str) -> float:
@@ -106,8 +117,13 @@ def progress_bar(view: View, console: Console, enabled: bool) -> Iterator[Any]:
         yield lambda: bar.update(task, completed=view.done, line=view.line() if view.latest else "starting")
 
 
-def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cpu_s: float) -> None:
-    """Accuracy before and after, what the run cost, and how to open the dashboard."""
+def print_summary(
+    view: View, console: Console, run_dir: Path, wall_s: float, cpu_s: float, alarms: Sequence[str] = ()
+) -> None:
+    """Accuracy before and after, what the run cost, what was wrong, and how to open the dashboard.
+
+    alarms: names of those that went on.
+    """
     table = Table(title=f"run {run_dir}", show_header=False)
     table.add_row("updates", f"{view.done} of {view.updates}")
     if view.accuracy:
@@ -115,7 +131,7 @@ def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cp
         table.add_row(f"held-out accuracy, sampled (update {first} -> {last})", _arrow(view, first, last, 0))
         table.add_row("held-out accuracy, greedy", _arrow(view, first, last, 1))
     if view.rewards:
-        table.add_row("training reward (first -> last)", f"{view.rewards[0]:.3f} -> {view.rewards[-1]:.3f}")
+        table.add_row("training reward (first -> last)", _change(view.rewards[0], view.rewards[-1]))
     for label, key in (
         ("mean lag, last measured", "staleness/lag_mean"),
         ("kl_k3, last measured", "mismatch/kl_k3"),
@@ -126,9 +142,42 @@ def print_summary(view: View, console: Console, run_dir: Path, wall_s: float, cp
             table.add_row(label, f"{value:.4g}")
     table.add_row("wall seconds / CPU seconds", f"{wall_s:.0f} / {cpu_s:.0f}")
     console.print(table)
+    for line in _troubles(view, run_dir, alarms):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
     if (run_dir / "model").is_dir():
         console.print(f"model:     {run_dir / 'model'}", highlight=False, soft_wrap=True)
     console.print(dashboard(run_dir), highlight=False, soft_wrap=True)
+
+
+def _troubles(view: View, run_dir: Path, alarms: Sequence[str]) -> list[str]:
+    lines = [f"alarms:    {', '.join(alarms)} ({run_dir / ALARMS})"] if alarms else []
+    last = max(view.unanswered, default=None)
+    if last is not None and (missing := view.unanswered[last]) > 0:
+        lines.append(
+            f"held-out:  the last evaluation (update {last}) was cut short: {missing:.0f} responses are missing"
+        )
+    return lines
+
+
+class Raised:
+    """The alarms that went on since it was made, from RUN/alarms.jsonl."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._file = run_dir / ALARMS
+        self._begin = self._file.stat().st_size if self._file.exists() else 0
+
+    def names(self) -> list[str]:
+        """Each once, in the order in which they went on first. Lines that are none are passed over."""
+        if not self._file.exists():
+            return []
+        found: dict[str, None] = {}
+        for line in self._file.read_bytes()[self._begin :].splitlines():
+            try:
+                entry = json.loads(line)
+                found |= {str(entry["name"]): None} if entry["on"] else {}
+            except (ValueError, KeyError, TypeError):
+                continue
+        return list(found)
 
 
 def watching(run_dir: Path, tensorboard: bool) -> list[str]:
@@ -153,4 +202,8 @@ def _command(name: str) -> str:
 
 
 def _arrow(view: View, first: int, last: int, which: int) -> str:
-    return f"{view.accuracy[first][which]:.3f} -> {view.accuracy[last][which]:.3f}"
+    return _change(view.accuracy[first][which], view.accuracy[last][which])
+
+
+def _change(first: float, last: float) -> str:
+    return f"{_shown(first, 3)} -> {_shown(last, 3)}"

@@ -71,6 +71,12 @@ def _sources(c: Config) -> Iterator[str]:
                 )
             if source.options and source.procedural is None:
                 yield f"{key}.options belong to a procedural source, and this one has path={source.path!r}; remove them"
+            for column in ("prompt_key", "answer_key"):
+                if getattr(source, column) is not None and source.procedural is not None:
+                    yield (
+                        f"{key}.{column}={getattr(source, column)!r} names a column of a file, and this source has "
+                        f"procedural={source.procedural!r}; remove it"
+                    )
             if part == "eval":
                 yield from _asks_nothing(c, i)
             if source.name is not None and source.name in names:

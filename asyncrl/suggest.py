@@ -90,10 +90,14 @@ _EITHER: Mapping[str, str] = {
 }
 """Keys of which pydantic reports every alternative apart: one sentence for all of them."""
 
+_NO_LIST = ("tuple_type", "model_type")
+"""What pydantic says of a value that is no list, and of an entry of one that is no section."""
+
 _PATTERNS: Mapping[str, str] = {
     "^[A-Za-z0-9_][A-Za-z0-9._-]*$": "must be of letters, digits, '.', '_' and '-', and begin with a letter, "
     "a digit or '_'",
     r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$": "must be package.module:name",
+    "^eval/[A-Za-z0-9_./-]+$": "must be a metric of an evaluation, such as eval/greedy_accuracy",
 }
 """Patterns of names, in words."""
 
@@ -124,9 +128,14 @@ def in_range(value: Any) -> Any:
 def suggest(key: str, keys: Sequence[str]) -> str | None:
     """Best guess for an unknown dotted `key` among the known `keys`, or None.
 
-    Tried in this order: the same last word elsewhere, another project's word for it, a near
-    spelling of a neighbour, of another project's word, of any key.
+    Tried in this order: the same words in a section of nearly that name, the same last word elsewhere, another
+    project's word for it, a near spelling of a neighbour, of another project's word, of any key.
     """
+    head, dot, rest = key.partition(".")
+    sections = {k.partition(".")[0] for k in keys}
+    for section in difflib.get_close_matches(head, sections, 3, 0.7) if dot and head not in sections else ():
+        if f"{section}.{rest}" in keys:
+            return f"{section}.{rest}"
     leaf = _leaf(key).lower().replace("-", "_")
     by_leaf: dict[str, str] = {}
     for known in sorted(keys, key=lambda k: "[]" in k):  # a key outside of lists is meant more often
@@ -207,11 +216,22 @@ def _reason(error: Any, key: str, in_branch: bool, keys: Sequence[str]) -> str:
     inner = [k for k in keys if k.startswith(f"{key}.")]
     if inner:
         return _section(key, error["input"], inner)
+    if any(k.startswith(f"{key}[].") for k in keys) and error["type"] in _NO_LIST:
+        return _listing(key, error["input"])
     if in_branch and key in _EITHER:
         return _EITHER[key]
     if error["type"] == "string_pattern_mismatch":
         return _PATTERNS.get(error["ctx"]["pattern"], error["msg"])
     return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _listing(key: str, value: Any) -> str:
+    """A value where a list of sources belongs, or an entry of it that is no section: how it is written."""
+    if isinstance(value, Mapping) and value and all(str(k).isdigit() for k in value):
+        return f"this is a list; name a place in it as {key}[{next(iter(value))}].weight=3"
+    entry = value if isinstance(value, Mapping) and value else {"path": value if isinstance(value, str) else "FILE"}
+    inside = ", ".join(f"{k}: {v}" for k, v in entry.items())
+    return f"must be a list of sources, each with its keys in braces; write '{key}=[{{{inside}}}]', in quotes"
 
 
 def _section(key: str, value: Any, inner: Sequence[str]) -> str:

@@ -20,9 +20,10 @@ from asyncrl.errors import ConfigError, RunError
 from asyncrl.launcher import STANDALONE
 from asyncrl.preflight import preflight
 from asyncrl.process import Child, role_environment, start, stop_all
-from asyncrl.progress import Tail, View, print_summary, progress_bar, watching
+from asyncrl.progress import Raised, Tail, View, print_summary, progress_bar, watching
 from asyncrl.restarts import RestartPolicy, Verdict
 from asyncrl.resume import own, resumable
+from asyncrl.watch.first_failure import FirstFailure
 
 POLL_S = 0.1
 REPLAY_S = 2.0
@@ -177,7 +178,7 @@ def _run(config: Config, resume: bool, said: list[str]) -> int:
     previous = {n: signal.signal(n, on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
     started, failure = time.monotonic(), ""
     view, tail = View(config.learner.updates), Tail(run_dir / "metrics.jsonl")
-    status = 1
+    status, raised = 1, Raised(run_dir)
     try:
         supervisor.start()
         status = _watch(supervisor, view, tail, console)
@@ -190,19 +191,22 @@ def _run(config: Config, resume: bool, said: list[str]) -> int:
     for record in tail.read():
         view.add(record)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    print_summary(view, console, run_dir, time.monotonic() - started, used.ru_utime + used.ru_stime)
+    print_summary(view, console, run_dir, time.monotonic() - started, used.ru_utime + used.ru_stime, raised.names())
     if failure:
         console.print(f"run failed: {failure}", style="red", highlight=False, markup=False, soft_wrap=True)
     return status
 
 
 def _watch(supervisor: Supervisor, view: View, tail: Tail, console: Console) -> int:
-    with progress_bar(view, console, supervisor.config.logging.progress) as show:
+    showing = progress_bar(view, console, supervisor.config.logging.progress)
+    with showing as show, FirstFailure(supervisor.run_dir) as failure:
         while True:
             finished = supervisor.check()
             for record in tail.read():
                 view.add(record)
             show()
+            if said := failure.news():
+                console.print(said, highlight=False, soft_wrap=True, markup=False)
             if finished:
                 return 0
             if supervisor.signal:

@@ -444,6 +444,36 @@ def test_a_setting_written_with_blanks_is_named_as_one():
         load_config([QUICKSTART, "staleness.max_lag", "16"], ["="])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["task.train=[two.jsonl]"],
+            "task.train='two.jsonl': must be a list of sources, .*'task.train=[{path: two.jsonl}]'",
+        ),
+        (
+            ["task.eval=two.jsonl"],
+            "task.eval='two.jsonl': must be a list of sources, .*'task.eval=[{path: two.jsonl}]'",
+        ),
+        (["task.train={path: a.csv, size: 9}"], "write 'task.train=[{path: a.csv, size: 9}]'"),
+        (["task.train.0.weight=3"], "override 'task.train.0.weight=3': .* write 'task.train[0].weight=3'"),
+        (["task.train=[{path: a.csv}]", "task.train.0.weight=3"], "write 'task.train[0].weight=3'"),
+        (["taks.name=x"], "unknown key 'taks.name' (value 'x'); did you mean 'task.name'"),
+        (["generater.count=2"], "did you mean 'generator.count'"),
+        (["learner.keep_best=eval/a b"], "must be a metric of an evaluation, such as eval/greedy_accuracy"),
+        (
+            ["task.name=sources", "eval.every=0", "task.train=[{procedural: gcd, answer_key: a}]"],
+            "task.train[0].answer_key='a' names a column of a file, and this source has procedural='gcd'; remove it",
+        ),
+    ],
+)
+def test_sources_and_keys_that_are_written_otherwise_are_told_how(overrides, says):
+    with pytest.raises(ConfigError) as caught:
+        load_config(QUICKSTART, overrides)
+    for words in says.split(".*"):
+        assert words in str(caught.value)
+
+
 def test_a_list_in_the_place_of_a_section_names_its_override():
     with pytest.raises(ConfigError, match=r"override 'algorithm.rdc=\[1\]' puts a list where a section stands"):
         load_config(QUICKSTART, ["algorithm.rdc=[1]"])

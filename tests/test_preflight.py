@@ -53,6 +53,11 @@ def test_generator_with_the_same_model_passes(models):
     assert preflight(config(models / "moe", generator={"model": str(models / "moe")})).is_moe
 
 
+def test_a_best_policy_by_a_metric_that_cannot_come_is_refused(models):
+    with pytest.raises(ConfigError, match=r"learner\.keep_best=eval/e9/avg_at_4: .*eval/chain_sum/avg_at_1"):
+        preflight(config(models / "moe", learner={"keep_best": "eval/e9/avg_at_4"}))
+
+
 def test_a_chat_task_for_a_model_without_a_chat_template_is_refused_once(models):
     with pytest.raises(ConfigError, match=r"^task\.chat=true: .*has no chat template.*set task\.chat=false$"):
         preflight(config(models / "moe", task={"chat": True}))
@@ -136,7 +141,7 @@ def test_files_of_the_task_are_looked_at_where_they_are_read(models, tmp_path):
     assert preflight(of("none.jsonl"), data=False)  # another host reads it
     with pytest.raises(ConfigError, match=r"bad\.jsonl' line 1: column 'problem' is missing"):
         preflight(of("bad.jsonl"))
-    with pytest.raises(ConfigError, match=r"task\.train\[0\]\.verifier='maths': no verifier"):
+    with pytest.raises(ConfigError, match=r"task\.train\[0\]\.verifier='maths' is no verifier"):
         preflight(of("good.jsonl", verifier="maths"))
 
 
@@ -276,3 +281,11 @@ def test_all_problems_are_reported_at_once(models):
     with pytest.raises(ConfigError) as refused:
         preflight(config(models / "moe", sampling={"max_new_tokens": 10**6}, replay={"bind": "tcp://0.0.0.0:*"}))
     assert "sampling.max_new_tokens=1000000" in str(refused.value) and "replay.bind" in str(refused.value)
+
+
+def test_a_procedure_that_takes_longer_than_the_start_may_is_refused(models):
+    task = {"name": "sources", "train": [{"procedural": "futoshiki"}], "max_prompt_tokens": 64}
+    sections = {"task": task, "eval": {"every": 0}, "sampling": {"max_new_tokens": 16}}
+    with pytest.raises(ConfigError, match=r"task\.train\[0\]\.size=1000, the default, .*run\.start_timeout_s=180"):
+        preflight(config(models / "moe", **sections), weights=False)
+    preflight(config(models / "moe", run={"start_timeout_s": 600}, **sections), weights=False)

@@ -1,6 +1,7 @@
 """OUT/answers.jsonl: one line per response, written as it comes, and what a process that was killed left there.
 
-OUT/eval.json says of which evaluation the answers are; those of another one are never mixed in.
+An answer without a reward may be followed by another one to the same question: the last line counts, and `compact`
+leaves it alone. OUT/eval.json says of which evaluation the answers are; those of another one are never mixed in.
 """
 
 from __future__ import annotations
@@ -18,45 +19,80 @@ from asyncrl.evaluate.questions import Key
 FILE, NOTE, LOCK = "answers.jsonl", "eval.json", "eval.lock"
 
 Record = dict[str, Any]
-"""prompt_id, set, sample, greedy, prompt, response, tokens, extracted, gold, reward, parts, finish_reason, seconds; and
-error, where the verifier failed and reward is null."""
+"""prompt_id, set, sample, greedy, prompt, response, tokens, extracted, gold, reward, parts, finish_reason, seconds,
+attempts (how often it was asked for, those without a reward included); and error, where reward is null."""
 
 
 class Answers:
     """The answers in a folder, which one process at a time adds to. Close it.
 
-    identity: of `questions.identity`. ConfigError when another process writes there, when the folder has answers of
-    another evaluation, and for a line in the middle that is none.
+    identity: of `questions.identity`. lock: of `lock_of` the folder, where that is held already, and longer than this.
+    ConfigError when another process writes there, when the folder has answers of another evaluation, and for a line in
+    the middle that is none.
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, Any], about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, out: Path, identity: Mapping[str, Any], about: Mapping[str, Any], lock: IO[str] | None = None
+    ) -> None:
         self.out, self.path = out, out / FILE
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            self._lock = _locked(out)
-        except OSError as exc:
-            raise ConfigError(f"{out} cannot be written: {exc}; give another folder as --out") from exc
+        self._lock = lock_of(out) if lock is None else None
         try:
             _claim(out, identity, about)
             _cut_torn_line(self.path)
-            self.records = read(self.path)
+            self._by_key = {key_of(record): record for record in read(self.path)}
             self._lines: IO[str] = self.path.open("a", encoding="utf-8")
         except BaseException:
-            self._lock.close()
+            self._unlock()
             raise
-        self.done = {key_of(record) for record in self.records}
+
+    @property
+    def records(self) -> list[Record]:
+        """The last line of each response."""
+        return list(self._by_key.values())
+
+    @property
+    def done(self) -> set[Key]:
+        """Responses with a reward; all others are to be asked for."""
+        return {key for key, record in self._by_key.items() if record["reward"] is not None}
+
+    @property
+    def failed(self) -> set[Key]:
+        """Responses that were asked for and have no reward."""
+        return {key for key, record in self._by_key.items() if record["reward"] is None}
 
     def add(self, record: Record) -> None:
-        """Write one answer. It outlives this process from here on."""
+        """Write one answer. It outlives this process from here on, and takes the place of one without a reward."""
+        before = self._by_key.get(key_of(record))
+        record["attempts"] = 1 + (0 if before is None else before.get("attempts", 1))
         self._lines.write(json.dumps(record) + "\n")
         self._lines.flush()
-        self.records.append(record)
-        self.done.add(key_of(record))
+        self._by_key[key_of(record)] = record
+
+    def compact(self) -> None:
+        """Leave one line for each response. Whenever the process is killed, the file is the old one or the new one."""
+        if self.path.read_bytes().count(b"\n") == len(self._by_key):
+            return
+        self._lines.close()
+        aside = self.path.with_suffix(".part")
+        with aside.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in self.records)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self.path)
+        self._lines = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
         """Close the file and let others have the folder."""
         self._lines.close()
-        self._lock.close()
+        self._unlock()
+
+    def before(self, key: Key) -> Record | None:
+        """What is there of a response: its last line."""
+        return self._by_key.get(key)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> Answers:
         return self
@@ -71,7 +107,7 @@ def key_of(record: Mapping[str, Any]) -> Key:
 
 
 def read(path: Path) -> list[Record]:
-    """The whole lines of answers.jsonl, the first of each response. ConfigError for one that is no answer."""
+    """The whole lines of answers.jsonl, the last of each response. ConfigError for one that is no answer."""
     records: dict[Key, Record] = {}
     with path.open("rb") if path.exists() else open(os.devnull, "rb") as lines:
         for number, line in enumerate(lines, start=1):
@@ -79,7 +115,8 @@ def read(path: Path) -> list[Record]:
                 break
             try:
                 record = json.loads(line)
-                records.setdefault(key_of(record), record)
+                record["reward"]  # KeyError
+                records[key_of(record)] = record
             except (ValueError, KeyError, TypeError) as exc:
                 raise ConfigError(
                     f"{path}:{number} is no answer ({exc}); remove that line, or give another --out"
@@ -87,8 +124,13 @@ def read(path: Path) -> list[Record]:
     return list(records.values())
 
 
-def _locked(out: Path) -> IO[str]:
-    handle = (out / LOCK).open("a", encoding="utf-8")
+def lock_of(out: Path) -> IO[str]:
+    """The lock of a folder, which is made if need be; close it. ConfigError when another process has it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = (out / LOCK).open("a", encoding="utf-8")
+    except OSError as exc:
+        raise ConfigError(f"{out} cannot be written: {exc}; give another folder as --out") from exc
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as exc:

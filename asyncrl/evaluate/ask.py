@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import xxhash
 
 from asyncrl.config import Config
 from asyncrl.engines.base import Engine
+from asyncrl.errors import ConfigError, TaskError
 from asyncrl.evaluate.answers import Answers, Record
 from asyncrl.evaluate.questions import Key
 from asyncrl.generator.episodes import Episodes
@@ -29,14 +30,18 @@ from asyncrl.types import Prompt, SamplingParams
 GENERATOR = "g0"
 """Name of the engine: the seed of a server, its log and its port follow from it."""
 
+NOT_SAMPLED = "timeout"
+"""finish_reason of a response that took too long."""
+
 Missing = list[tuple[Key, Prompt]]
 
 
 def ask(config: Config, missing: Missing, answers: Answers, told: Callable[[], None]) -> int:
-    """Add every missing answer. told: called after each. 0, or 128 + n when signal n ended it in order.
+    """Add every missing answer; those without a reward are asked again, replay.max_attempts times in all.
 
-    ConfigError and EngineError as `open_engine`, EngineError and TaskError of one response end all; what was answered
-    by then stays.
+    told: called after each that is not asked again. 0, or 128 + n when signal n ended it in order. ConfigError and
+    EngineError as `open_engine`, and ConfigError for rewards that cannot be loaded; EngineError and TaskError of one
+    response end all. What was answered by then stays.
     """
     return asyncio.run(_serve(config, missing, answers, told))
 
@@ -66,28 +71,48 @@ async def _ask_all(config: Config, missing: Missing, answers: Answers, told: Cal
     info = describe(model)
     sampling = SamplingParams(config.sampling.temperature, config.sampling.max_new_tokens, read_stop_token_ids(model))
     rows = g.groups_in_flight * config.algorithm.group_size
+    # Asked again, each episode has a process to itself: none that hangs or crashes can take others with it.
+    alone = min(rows, g.environment_workers) if config.task.environment else rows
     with contextlib.ExitStack() as stack:
         # A reward that cannot be loaded is said before a server takes minutes to start.
         pool = stack.enter_context(pool_of(config))
-        await pool.start()
+        try:
+            await pool.start()
+        except TaskError as exc:
+            raise ConfigError(str(exc)) from exc
         episodes = episodes_of(config, model, info, stack)
         async with open_engine(config, answers.out, GENERATOR, info, sampling) as engine:
             asker = _Asker(config, engine, pool, Decoder(model), sampling, episodes)
-            left = iter(missing)
-            workers = [asyncio.create_task(_work(asker, left, answers, told)) for _ in range(min(rows, len(missing)))]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+            for attempt in range(1, config.replay.max_attempts + 1):
+                if not missing:
+                    break
+                last = attempt == config.replay.max_attempts
+                missing = await _pass(asker, missing, answers, told, last, rows if attempt == 1 else alone)
 
 
-async def _work(asker: _Asker, left: Iterator[tuple[Key, Prompt]], answers: Answers, told: Callable[[], None]) -> None:
-    """One response after the other, until none is left."""
-    for key, prompt in left:
-        answers.add(await asker.answer(key, prompt))
-        told()
+async def _pass(
+    asker: _Asker, missing: Missing, answers: Answers, told: Callable[[], None], last: bool, rows: int
+) -> Missing:
+    """Ask for each once, `rows` at a time; those that got no reward, in their order. last: they are told of, too."""
+    left, failed = iter(missing), set[Key]()
+
+    async def work() -> None:
+        for key, prompt in left:
+            record = await asker.answer(key, prompt, answers.before(key))
+            answers.add(record)
+            if record["reward"] is None:
+                failed.add(key)
+            if record["reward"] is not None or last:
+                told()
+
+    workers = [asyncio.create_task(work()) for _ in range(min(rows, len(missing)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return [(key, prompt) for key, prompt in missing if key in failed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +124,23 @@ class _Asker:
     sampling: SamplingParams
     episodes: Episodes | None
 
-    async def answer(self, key: Key, prompt: Prompt) -> Record:
-        """One response as a line. A verifier that fails gives a line without a reward, and with the error."""
+    async def answer(self, key: Key, prompt: Prompt, before: Record | None) -> Record:
+        """One response as a line. A verifier that fails gives a line without a reward, and with the error.
+
+        before: such a line of this response, which is scored again as it is; an episode is played again.
+        """
         started = time.monotonic()
+        if before is not None and self.episodes is None and before["finish_reason"] != NOT_SAMPLED:
+            text, tokens, reason = before["response"], before["tokens"], before["finish_reason"]
+            (again,) = await self.pool.score_many([request_of(self.config, prompt, text)])
+            return _line(key, prompt, started, text, tokens, reason, again)
         limit_s = self.config.replay.lease_timeout_s
         sampled = await rollouts(self.engine, prompt, 1, self._params(key), limit_s, self.episodes)
         if not sampled:
             error = (
                 f"not sampled within replay.lease_timeout_s={limit_s:g} s; raise it, or lower sampling.max_new_tokens"
             )
-            return _line(key, prompt, started, "", 0, "timeout", Score(None, error))
+            return _line(key, prompt, started, "", 0, NOT_SAMPLED, Score(None, error))
         completion, score = sampled[0]
         text = self.decoder.decode(completion.token_ids)
         if score is None:

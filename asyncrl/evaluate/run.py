@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -17,11 +18,12 @@ from asyncrl import preflight_sglang
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.evaluate import table
-from asyncrl.evaluate.answers import FILE, Answers
+from asyncrl.evaluate.answers import FILE, Answers, lock_of
 from asyncrl.evaluate.questions import NO_SETS, Chosen, Questions, identity, questions, without_training
-from asyncrl.evaluate.subject import Subject, fingerprint, policy
+from asyncrl.evaluate.subject import Subject, fingerprint, is_exported, policy
 from asyncrl.models.describe import max_length
 from asyncrl.tasks import build
+from asyncrl.tasks.held_out import names_answers
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +35,25 @@ def run(what: Subject, chosen: Chosen, overlap_check: bool = True, console: Cons
     """Ask what is missing, write the tables and print one. The exit status.
 
     0: every answer is there and has a reward. 1: some have none, since their verifier failed. 128 + n: signal n came.
-    ConfigError and TaskError before anything starts; EngineError when the engine fails.
+    ConfigError before anything starts, also for unusable data; EngineError and TaskError when something fails then.
     """
     console = console or Console()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     _check(what.config)
-    with policy(what) as model:
+    with contextlib.ExitStack() as stack:
+        # Before a policy of another process is removed.
+        lock = stack.enter_context(lock_of(what.out)) if is_exported(what) else None
+        model = stack.enter_context(policy(what))
         asked = _questions(what.config, model, chosen, overlap_check)
         name = f"{what.run_dir} at {what.step}" if what.run_dir is not None else str(model)
         about: dict[str, Any] = {"evaluated": name, "model": str(model), "step": what.step}
-        with Answers(what.out, identity(what.config, fingerprint(model), asked), about) as answers:
+        with Answers(what.out, identity(what.config, fingerprint(model), asked), about, lock) as answers:
             status = _ask(what, model, asked, answers, console)
+            answers.compact()
             if status:
                 _say_stopped(answers, asked, console)
                 return status
-            return _tell(what.out, asked, answers, about, console)
+            return _tell(what.out, asked, answers, about, console, names_answers(what.config.task))
 
 
 def _check(config: Config) -> None:
@@ -76,7 +82,7 @@ def _questions(config: Config, model: Path, chosen: Chosen, overlap_check: bool)
         built = build(task, model)
     except (ConfigError, TaskError) as exc:
         hint = "\nThe training data is read for the overlap check alone; --no-overlap-check leaves it out"
-        raise type(exc)(f"{exc}{hint if overlap_check and config.task.train else ''}") from exc
+        raise ConfigError(f"{exc}{hint if overlap_check and config.task.train else ''}") from exc
     for note in built.notes:
         log.info("%s", note)
     asked = questions(config, built.eval, chosen)
@@ -86,9 +92,12 @@ def _questions(config: Config, model: Path, chosen: Chosen, overlap_check: bool)
 
 def _ask(what: Subject, model: Path, asked: Questions, answers: Answers, console: Console) -> int:
     keys = asked.keys()
-    missing = [(key, prompt) for key, prompt in keys if key not in answers.done]
+    done, failed = answers.done, answers.failed
+    missing = [(key, prompt) for key, prompt in keys if key not in done]
     if had := len(keys) - len(missing):
         console.print(f"{had} of {len(keys)} answers are there already", highlight=False)
+    if failed:
+        console.print(f"{len(failed)} without a reward are asked again", highlight=False)
     if not missing:
         return 0
     from asyncrl.evaluate.ask import ask
@@ -103,19 +112,20 @@ def _ask(what: Subject, model: Path, asked: Questions, answers: Answers, console
             return ask(config.model_copy(update={"generator": generator}), missing, answers, told)
 
 
-def _tell(out: Path, asked: Questions, answers: Answers, about: dict[str, Any], console: Console) -> int:
-    found = table.numbers(answers.records, asked.asked, {name: len(p) for name, p in asked.prompts.items()})
+def _tell(out: Path, asked: Questions, answers: Answers, about: dict[str, Any], console: Console, own: bool) -> int:
+    prompts = {name: len(p) for name, p in asked.prompts.items()}
+    found = table.numbers(answers.records, asked.asked, prompts, own)
     title = f"Evaluation of {about['evaluated']}"
     table.write(out, found, about, title)
     for each in table.drawn(found, title, console.width):
         console.print(each)
     failures = found["failures"]
-    for failure in failures[: table.FAILURES]:
-        console.print(
-            f"no reward: {failure['set']} {failure['prompt_id']}: {failure['error']}", markup=False, highlight=False
-        )
     if failures:
-        console.print(f"{len(failures)} answers have no reward and count nowhere", highlight=False)
+        console.print(f"{len(failures)} answers have no reward and count nowhere:", highlight=False)
+    for line in table.reasons(failures):
+        console.print(f"  {line}", markup=False, highlight=False)
+    if failures:
+        console.print(f"the same command asks for them again; each is in {out / FILE}", highlight=False, soft_wrap=True)
     console.print(f"answers: {out / FILE}\ntables: {out / table.MARKDOWN}, {out / table.JSON}", highlight=False)
     return 1 if failures else 0
 

@@ -64,11 +64,16 @@ def subject(target: Path, arguments: Sequence[str], out: Path | None, step: str 
     )
 
 
+def is_exported(what: Subject) -> bool:
+    """Whether `policy` writes a folder of its own into OUT; hold the lock of OUT around it."""
+    return what.run_dir is not None and Path(what.config.model.path).name == POLICY
+
+
 @contextlib.contextmanager
 def policy(what: Subject) -> Iterator[Path]:
     """The model folder; of a checkpoint, and of the best policy, one of its own, which is gone afterwards."""
     model = Path(what.config.model.path)
-    if what.run_dir is None or model.name != POLICY:
+    if what.run_dir is None or not is_exported(what):
         yield model
         return
     shutil.rmtree(model, ignore_errors=True)  # of a process that was killed
@@ -149,10 +154,15 @@ def _step(run_dir: Path, step: str | None) -> str:
         return "final"
     elif f"u{step}" in saved:
         return f"u{step}"
+    why = ""
+    if step == "best":
+        from asyncrl.learner.best_folders import why_none
+
+        why = f": {why_none(run_dir, load_config([str(run_dir / 'config.yaml')], []).learner.keep_best)}"
     steps = [*sorted((name[1:] for name in saved), key=int), *(["last"] if saved else []), *there]
     raise ConfigError(
-        f"{run_dir} has no step {step or 'last'!r}; it has {', '.join(steps)}; name one with --step"
-        if steps
+        f"{run_dir} has no step {step or 'last'!r}{why}; it has {', '.join(steps) or 'no other'}; name one with --step"
+        if steps or why
         else f"{run_dir} has no checkpoint (learner.checkpoint_every, learner.keep_checkpoints) and is not over yet"
     )
 

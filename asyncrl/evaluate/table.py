@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,17 @@ COLUMNS = (
 LABEL, CELL = 14, 24
 """Columns of a terminal for the names of the measures, and for each set."""
 PASS = "pass_at_"
-FAILURES = 20
-"""Answers without a reward that are named."""
+REASONS = 10
+"""Lines of reasons why answers have no reward."""
 
 
-def numbers(records: Sequence[Record], asked: Mapping[str, Asked], prompts: Mapping[str, int]) -> dict[str, Any]:
-    """All numbers by set. prompts: how many each set has. Answers without a reward are in `failed` and nowhere else."""
+def numbers(
+    records: Sequence[Record], asked: Mapping[str, Asked], prompts: Mapping[str, int], names_answers: bool = True
+) -> dict[str, Any]:
+    """All numbers by set. prompts: how many each set has. names_answers: as `summary` takes it.
+
+    Answers without a reward are in `failed` and nowhere else.
+    """
     sets: dict[str, Any] = {}
     for name, (samples, greedy) in asked.items():
         own = [r for r in records if r["set"] == name]
@@ -36,7 +42,7 @@ def numbers(records: Sequence[Record], asked: Mapping[str, Asked], prompts: Mapp
             "asked": {"prompts": prompts[name], "samples": samples, "greedy": greedy},
             "missing": prompts[name] * (samples + greedy) - len(own),
             "failed": len(own) - len(scored),
-            **summary(scored, samples),
+            **summary(scored, samples, names_answers),
             "intervals": {n: _interval(e) for n, e in estimates(scored, samples).items()},
         }
     failures = [
@@ -80,8 +86,24 @@ def markdown(found: Mapping[str, Any], title: str) -> str:
     failures = found["failures"]
     if failures:
         lines += ["", f"{len(failures)} answers have no reward and count nowhere:", ""]
-        lines += [f"- {f['prompt_id']}: {_one_line(f['error'])}" for f in failures[:FAILURES]]
+        lines += [f"- {line}" for line in reasons(failures)]
     return "\n".join(lines) + "\n"
+
+
+def reasons(failures: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Why answers have no reward, by set, the most frequent first, in at most REASONS lines.
+
+    Errors that differ in numbers only are one reason, which is written as the first of them.
+    """
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for failure in failures:
+        groups.setdefault((failure["set"], re.sub(r"\d+", "0", _one_line(failure["error"]))), []).append(failure)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    shown = ordered if len(ordered) <= REASONS else ordered[: REASONS - 1]
+    lines = [f"{len(f)} x {name}: {_one_line(f[0]['error'])} ({f[0]['prompt_id']})" for (name, _), f in shown]
+    if rest := ordered[len(shown) :]:
+        lines.append(f"{sum(len(f) for _, f in rest)} x {len(rest)} other reasons")
+    return lines
 
 
 def drawn(found: Mapping[str, Any], title: str, width: int) -> list[Table]:

@@ -9,6 +9,7 @@ import time
 
 from asyncrl import wire
 from asyncrl.errors import TransportError
+from asyncrl.generator.failures import visible
 from asyncrl.generator.link import Link
 from asyncrl.generator.outbox import Outbox
 
@@ -24,11 +25,18 @@ SAY_S = 1.0
 POLL_S = 0.02
 
 
+async def cancel(tasks: list[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for their end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def say(link: Link, exc: BaseException) -> None:
     """Tell replay why this generator fails, so that the run's first cause can name it. Gives up after SAY_S."""
     with contextlib.suppress(TimeoutError, TransportError):
         async with asyncio.timeout(SAY_S):
-            await link.send(wire.encode(wire.Failed("", "", f"{type(exc).__name__}: {exc}"[:500])))
+            await link.send(wire.encode(wire.Failed("", "", visible(f"{type(exc).__name__}: {exc}")[:500])))
 
 
 async def settle(link: Link, outbox: Outbox, receiving: asyncio.Task[None]) -> None:

@@ -27,20 +27,21 @@ from asyncrl.errors import (
     WeightSyncError,
     WireError,
 )
+from asyncrl.generator.beats import HEARTBEAT_S, Beats
 from asyncrl.generator.busy import BusyLog
-from asyncrl.generator.leave import say, settle
+from asyncrl.generator.failures import Failures
+from asyncrl.generator.leave import SAY_S, cancel, say, settle
 from asyncrl.generator.link import Link
 from asyncrl.generator.outbox import RESEND_S, Outbox
+from asyncrl.generator.reading import reader
 from asyncrl.generator.sample import MixedVersions, OutOfTime, Sampler, held_tuple
 from asyncrl.transport.keys import client_keys
 from asyncrl.transport.rendezvous import Place
 from asyncrl.types import Version
-from asyncrl.weights.reader import Reader
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-HEARTBEAT_S = 1.0
 MAX_LOAD_FAILURES = 3
 LOAD_TIMEOUT_S = 180.0
 """Longest load, reading and copying: then it counts as failed. Reading gives up earlier when nothing moves."""
@@ -48,9 +49,6 @@ PHASES = 4
 """With carriers whose phases have weights.timeout_s each: that many of them may be slow in one load."""
 LOAD_RETRY_S = 1.0
 """Long enough for a newer announcement, or for the Stop of a run that is over, to arrive first."""
-
-REASON = 2000
-"""Characters of a reason that replay is told."""
 
 
 class Generator:
@@ -72,14 +70,14 @@ class Generator:
         self.tuned, self.groups_in_flight = 0, config.generator.groups_in_flight
         self.asked_at: float | None = None
         self.pause_until = 0.0
-        self.busy = BusyLog()
+        self.busy, self.beats, self.failures = BusyLog(), Beats(), Failures()
         self.load_failures, self.load_after, self.loading = 0, 0.0, False
         self.gone: Version | None = None
         self.whole = False
         """The next load is a re-sync: of the whole version, whatever is held."""
         w = config.weights
         self.load_limit_s = max(LOAD_TIMEOUT_S, PHASES * w.timeout_s if w.carrier in ("collective", "disk") else 0.0)
-        self.reader = _reader(config)
+        self.reader = reader(config)
         r, limit_s = config.replay, config.run.start_timeout_s
         keys = client_keys(r.security, r.keys, r.client)
         # A process of its own identity: two generators of one id do not take each other's messages.
@@ -99,12 +97,13 @@ class Generator:
         try:
             await self.stopped.wait()
         finally:
-            await _cancel([*jobs, *[t for _, t in self.running.values()]])
+            await cancel([*jobs, *[t for _, t in self.running.values()]])
             if self.cause is not None and not isinstance(self.cause, TransportError):
                 await say(self.link, self.cause)
             if not self.over:
+                await self._last_beat()
                 await settle(self.link, self.outbox, receiving)
-            await _cancel([receiving])
+            await cancel([receiving])
         if self.cause is not None:
             raise self.cause
 
@@ -227,7 +226,8 @@ class Generator:
             # Behind a closed gate the time of a lease would pass without a token.
             if isinstance(self.engine, Gate) and not self.engine.is_open:
                 want = 0
-            if self.held is not None and want > 0 and self.asked_at is None and now >= self.pause_until:
+            pause_until = max(self.pause_until, self.failures.until)
+            if self.held is not None and want > 0 and self.asked_at is None and now >= pause_until:
                 self.asked_at = now
                 await self.link.send(wire.encode(wire.LeaseRequest(held_tuple(self.held), want, rows)))
             # Not wait_for: on Python 3.11 it swallows a cancellation that meets its result.
@@ -250,6 +250,7 @@ class Generator:
                 await self.link.send(wire.encode(result))
             else:
                 await self._push(lease)
+            self.failures.succeeded()
         except (RouteError, TrajectoryError, TaskError, WireError, MixedVersions) as exc:
             # A group that cannot be scored or aligned goes back with its reason; nothing is cut to fit.
             self.counters["reward_errors" if isinstance(exc, TaskError) else "failed"] += 1
@@ -261,8 +262,8 @@ class Generator:
             self.wake.set()
 
     async def _give_back(self, lease: wire.LeaseMsg, reason: str) -> None:
-        log.warning("lease %s failed: %s", lease.lease_id, reason)
-        await self.link.send(wire.encode(wire.Failed(lease.lease_id, lease.group_id, reason[:REASON])))
+        said = self.failures.failed(lease.lease_id, reason, time.monotonic())
+        await self.link.send(wire.encode(wire.Failed(lease.lease_id, lease.group_id, said)))
 
     async def _push(self, lease: wire.LeaseMsg) -> None:
         try:
@@ -274,6 +275,9 @@ class Generator:
         frames = wire.encode_group(group)
         self.counters["groups"] += 1
         self.outbox.add(group.group_id, lease.lease_id, frames, time.monotonic())
+        # The group may be the last that the learner waits for, and its record says what failed.
+        if self.held is not None and self._unscored() > 0 and self.beats.due(time.time(), self._unscored()):
+            await self._beat(time.time())
         await self.link.send(frames)
 
     async def _resend(self) -> None:
@@ -361,36 +365,33 @@ class Generator:
             self.target = (version, source)
 
     async def _heartbeat(self) -> None:
-        """Samples the engine every tick and reports once a second; Hello until a version is held."""
-        beat = 0.0
+        """Samples the engine every tick and reports when it is due; Hello until a version is held."""
         while True:
             now = time.time()
-            stats = self.engine.stats()
-            self.busy.sample(now, float(stats["busy_s"]))
-            if now - beat >= HEARTBEAT_S:
-                beat = now
-                if self.held is None:
-                    # The answer names the newest version, so a missed announcement heals here.
-                    await self.link.hello()
-                else:
-                    gauges = {k: float(v) for k, v in stats.items()} | self.counters | self.sampler.gauges()
-                    gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
-                    gauges |= {"loading": float(self.loading), "tuned": float(self.tuned)}
-                    beat_message = wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())
-                    await self.link.send(wire.encode(beat_message))
+            self.busy.sample(now, float(self.engine.stats()["busy_s"]))
+            if self.beats.due(now, self._unscored()):
+                await self._beat(now)
             await asyncio.sleep(TICK_S)
 
+    def _unscored(self) -> float:
+        """How much could not be scored so far."""
+        scoring = self.sampler.gauges()
+        return self.counters["reward_errors"] + sum(scoring.get(f"verifier_{w}", 0.0) for w in ("errors", "timeouts"))
 
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async def _last_beat(self) -> None:
+        """What was counted since the last heartbeat; nothing when replay does not take it at once."""
+        with contextlib.suppress(TimeoutError, TransportError):
+            async with asyncio.timeout(SAY_S):
+                if self.held is not None and self.link.welcomed:
+                    await self._beat(time.time())
 
-
-def _reader(config: Config) -> Reader:
-    """A reader of the published versions, with the keys that their publisher asks for."""
-    w, keys = config.weights, None
-    if w.carrier in ("zmq", "collective"):
-        setting = "weights.keys" if w.keys is not None else "replay.keys"
-        keys = client_keys(config.weights_security, config.weights_keys, config.replay.client, setting)
-    return Reader(w.delta, keys)
+    async def _beat(self, now: float) -> None:
+        self.beats.sent(now, self._unscored())
+        if self.held is None:
+            # The answer names the newest version, so a missed announcement heals here.
+            await self.link.hello()
+            return
+        gauges = {k: float(v) for k, v in self.engine.stats().items()} | self.counters | self.sampler.gauges()
+        gauges |= {"in_flight": float(len(self.running)), "outbox": float(len(self.outbox)), "time": now}
+        gauges |= {"loading": float(self.loading), "tuned": float(self.tuned)}
+        await self.link.send(wire.encode(wire.Heartbeat(held_tuple(self.held), gauges, self.busy.drain())))

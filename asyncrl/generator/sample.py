@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +14,12 @@ from asyncrl.engines.base import Engine
 from asyncrl.errors import EngineError, TaskError
 from asyncrl.generator.collect import to_trajectory
 from asyncrl.generator.episodes import Episodes
+from asyncrl.generator.failures import Warnings
 from asyncrl.generator.rollout import Rollout, rollouts
 from asyncrl.generator.shaping import shape
 from asyncrl.tasks.pool import RewardPool, Score, request_of
 from asyncrl.tasks.text import Decoder
 from asyncrl.types import Completion, Group, ModelInfo, Prompt, SamplingParams, Trajectory, Version
-
-log = logging.getLogger(__name__)
 
 SAMPLING_SHARE = 0.8
 """Share of a lease after which sampling ends. What is left is for scoring and for the way to replay, where a lease
@@ -55,6 +53,7 @@ class Sampler:
     stop_token_ids: tuple[int, ...]
     episodes: Episodes | None = None
     counters: Counter[str] = field(default_factory=lambda: Counter(verifier_errors=0, verifier_timeouts=0, late=0))
+    warnings: Warnings = field(default_factory=Warnings)
 
     def gauges(self) -> dict[str, float]:
         """What a heartbeat says of scoring, all counts so far."""
@@ -150,7 +149,7 @@ class Sampler:
         left = [(c, s) for c, s in pairs if s.reward is not None]
         if len(left) < min(fewest, len(pairs)):
             raise TaskError(said)
-        log.warning("%s; the group goes on with the other %d", said, len(left))
+        self.warnings.say("not scored", f"{said}; the group goes on with the other {len(left)}")
         return left
 
     def _trajectory(self, prompt: Prompt, done: Completion, score: Score, name: str) -> Trajectory:

@@ -156,7 +156,8 @@ class Alarming:
 def facts(config: Config) -> Facts:
     """What the rules need of the settings."""
     lag, longest = config.staleness.max_lag, config.sampling.max_new_tokens
-    return Facts(lag, longest, config.generator.count, config.algorithm.group_size)
+    a = config.algorithm
+    return Facts(lag, longest, config.generator.count, a.group_size, a.groups_per_update * a.group_size)
 
 
 def earlier(run_dir: Path, first: int) -> list[dict[str, float]]:

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 BEST, PENDING, NOTE = "best", "best.pending", "best.json"
 """Names in a run folder, and of the file in a policy's folder."""
 
+MAX_NAMED = 40
+"""Metrics that a message names."""
+
 MAX_PENDING = 3
 """Versions whose evaluation is awaited; beyond it the oldest ones go, but for those that are measured now."""
 
@@ -155,6 +158,39 @@ def read_note(folder: Path) -> dict[str, object] | None:
     except (OSError, ValueError):
         return None
     return note if isinstance(note, dict) else None
+
+
+def why_none(run_dir: Path, metric: str | None) -> str:
+    """Why a run has no best policy, as far as its config and its records tell. metric: learner.keep_best."""
+    if metric is None:
+        return "learner.keep_best=null kept none"
+    evaluations = _evaluations(run_dir / "metrics.jsonl")
+    if not evaluations:
+        return f"no evaluation is over yet that learner.keep_best={metric} could compare"
+    known = {name for e in evaluations for name in e if name.startswith("eval/")}
+    names = sorted(known - {"eval/version", "eval/epoch"})
+    values = [e[metric] for e in evaluations if metric in e]
+    if not values:
+        return (
+            f"none of its {len(evaluations)} evaluations gave learner.keep_best={metric}; they gave "
+            f"{', '.join(names[:MAX_NAMED])}{', ...' * (len(names) > MAX_NAMED)}"
+        )
+    if not any(isinstance(v, int | float) and math.isfinite(v) for v in values):
+        return f"none of its {len(evaluations)} evaluations gave a finite learner.keep_best={metric}"
+    return f"the versions with a value of learner.keep_best={metric} could not be kept; the learner's log says why"
+
+
+def _evaluations(records: Path) -> list[dict[str, object]]:
+    """The records of evaluations in metrics.jsonl; none where it cannot be read."""
+    found = []
+    try:
+        with records.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if '"eval/version"' in line and line.endswith("\n"):
+                    found.append(json.loads(line))
+    except (OSError, ValueError):
+        return found
+    return found
 
 
 def _measured(folder: Path) -> Measured | None:

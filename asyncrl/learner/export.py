@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from asyncrl.config import Config, load_config
 from asyncrl.errors import ConfigError, WeightSyncError
-from asyncrl.learner.best_folders import BEST
+from asyncrl.learner.best_folders import BEST, why_none
 from asyncrl.learner.saved import SavedModel
 from asyncrl.learner.start import model_fingerprint
 from asyncrl.learner.stored import FOLDER, by_age
@@ -57,7 +57,7 @@ def export_step(
     start = Path(model or config.model.path)
     _check_start(start, config)
     directory = _check_target(directory, force, (run_dir, start))
-    folder = _step_folder(run_dir, step)
+    folder = _step_folder(run_dir, step, config.learner.keep_best)
     # It computes nothing: every family has the eager implementations.
     skeletal = skeleton(start, dtype or "float32", attention="eager", experts="eager")
     # What the run wrote as a folder has its own config.json, with its own dtype.
@@ -183,8 +183,8 @@ def _check_target(directory: Path, force: bool, taken: tuple[Path, ...]) -> Path
     return target
 
 
-def _step_folder(run_dir: Path, step: str) -> Path:
-    """The folder of a step. ConfigError with the steps that there are."""
+def _step_folder(run_dir: Path, step: str, keep_best: str | None) -> Path:
+    """The folder of a step. ConfigError with the steps that there are, and why there is no best one."""
     folders = by_age(run_dir / FOLDER)
     if step == "last" and folders:
         return folders[0]
@@ -194,8 +194,9 @@ def _step_folder(run_dir: Path, step: str) -> Path:
         return written.get(step, wanted)
     steps = sorted(int(folder.name[1:]) for folder in folders)
     there = [*map(str, steps), *(["last"] if steps else []), *written]
+    why = f": {why_none(run_dir, keep_best)}" if step == "best" else ""
     raise ConfigError(
-        f"{run_dir} has no step {step!r}; it has {', '.join(there)}"
-        if there
+        f"{run_dir} has no step {step!r}{why}; it has {', '.join(there) or 'no other'}"
+        if there or why
         else f"{run_dir} has no checkpoint (learner.checkpoint_every, learner.keep_checkpoints) and is not over yet"
     )

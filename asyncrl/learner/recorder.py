@@ -43,6 +43,15 @@ def evaluation_scalars(evaluation: Mapping[str, Any]) -> Scalars:
     return values
 
 
+def _failed(evaluation: Mapping[str, Any]) -> str:
+    """By set: responses without an answer, which no mean counts."""
+    words = []
+    for name, s in (evaluation.get("sets") or {}).items():
+        if failed := s.get("failed"):
+            words.append(f"{failed:.0f} of {failed + s['count']:.0f} responses to {name}")
+    return ", ".join(words) or "unknown"
+
+
 class Recorder:
     """Joins an update's numbers with those of replay and hands them to the sink.
 
@@ -156,6 +165,8 @@ class Recorder:
                 self.best.measured(Version(int(e["epoch"]), int(e["version"])), values, e["status"] == "complete")
             self._sink.write(int(values["eval/version"]), values)
             log.info("evaluation %s", json.dumps(e, default=str))
+            if e["status"] != "complete":
+                log.warning("evaluation %s was %s; without an answer: %s", e["label"], e["status"], _failed(e))
 
     def wait_for_evaluations(self, timeout_s: float) -> None:
         """Waits for replay to finish the last evaluation, at most timeout_s."""

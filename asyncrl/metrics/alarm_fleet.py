@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from asyncrl.metrics.alarm_history import History
+from collections.abc import Sequence
+
+from asyncrl.metrics.alarm_history import SPAN_S, History, Point, growths
 from asyncrl.metrics.alarm_rules import Facts, Judgement
 from asyncrl.sections import alarms as sections
 
@@ -117,15 +119,47 @@ def dead_generator(h: History, s: sections.GeneratorAlarm, facts: Facts) -> Judg
     return Judgement(missing, f"{alive:.0f} of generator.count={facts.num_generators} generators are alive")
 
 
+def _missing(h: History, s: sections.RewardErrorAlarm, facts: Facts) -> Judgement | None:
+    """A bad update that lacks responses where scoring fails; None for any other.
+
+    What it lacks is exact; why it does (on_timeout=partial is another cause) generators count, over several updates.
+    """
+    here = h.get("policy/responses")
+    if not here or facts.num_responses - here <= s.above * facts.num_responses:
+        return None
+    recent = list(h.points)[-(len(list(h.over(SPAN_S))) + 1) :]
+    lacking = sum(facts.num_responses - p.values.get("policy/responses", 0.0) for p in recent[1:])
+    left_out = _left_without(recent)
+    if not left_out or left_out < lacking / 2:
+        return None
+    return Judgement(
+        True,
+        f"{facts.num_responses - here:.0f} of the {facts.num_responses} responses of this update are missing; "
+        f"{left_out:.0f} responses have no reward over the last {len(recent) - 1} updates, which lack {lacking:.0f}",
+    )
+
+
+def _left_without(points: Sequence[Point]) -> float:
+    """Responses without a reward from the first to the last of these records."""
+    return sum(sum(growths(points, f"verifier/{what}").values()) for what in ("errors", "timeouts"))
+
+
 def reward_errors(h: History, s: sections.RewardErrorAlarm, facts: Facts) -> Judgement | None:
     """Groups that went back without a reward, and responses that were left out for it, against what was trained."""
-    responses = h.get("policy/responses")
-    if not responses or len(h.points) < 2:
+    if (missing := _missing(h, s, facts)) is not None:
+        return missing
+    span = h.span()
+    if span is None:
         return None
-    failed, trained = sum(h.growths("generator/", "/reward_errors").values()), responses / facts.group_size
-    left_out = (h.growth("verifier/errors") or 0.0) + (h.growth("verifier/timeouts") or 0.0)
+    responses = sum(p.values.get("policy/responses", 0.0) for p in span[1:])
+    if not responses:
+        return None
+    failed, trained = sum(growths(span, "generator/", "/reward_errors").values()), responses / facts.group_size
+    left_out = _left_without(span)
     text = f"{failed:.0f} groups could not be scored while {trained:.0f} were trained"
     if left_out:
         text += f"; {left_out:.0f} responses have no reward, against {responses:.0f} that trained"
+    if len(span) > 2:
+        text += f", over {len(span) - 1} updates"
     bad = failed > s.above * (failed + trained) or left_out > s.above * (left_out + responses)
     return Judgement(bad, text)

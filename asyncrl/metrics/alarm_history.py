@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 KEPT = 400
 """Records that are remembered."""
+SPAN_S = 2.0
+"""Time in which every generator was heard at least once: they count, and say so once a second."""
 
 _READ = (
     "policy/", "optim/", "mismatch/ess", "mismatch/f_2", "mismatch/kl_", "drift/mean", "staleness/lag_",
@@ -33,6 +36,8 @@ class History:
         self.points: deque[Point] = deque(maxlen=KEPT)
         self._lived: dict[str, int] = {}
         self._num = 0
+        self._ends: deque[int] = deque(maxlen=2)
+        self._covered = 0.0
 
     def add(self, update: int, record: Mapping[str, float]) -> None:
         """Append a record."""
@@ -43,6 +48,10 @@ class History:
             self._note_living()
         self.points.append(Point(update, values, broken))
         self._num += 1
+        self._covered += values.get("throughput/update_s", SPAN_S)
+        if not self._ends or self._covered >= SPAN_S or self._num - self._ends[-1] >= KEPT - 1:
+            self._ends.append(self._num)
+            self._covered = 0.0
 
     def _note_living(self) -> None:
         """Which generators lived in the newest record; what no kept record has is forgotten."""
@@ -76,15 +85,16 @@ class History:
 
     def growths(self, prefix: str, suffix: str = "") -> dict[str, float]:
         """The same of all counters with this beginning and end that grew; one that is new grew from 0."""
-        if len(self.points) < 2:
-            return {}
-        before, now = self.points[-2].values, self.points[-1].values
-        out: dict[str, float] = {}
-        for name, value in now.items():
-            if name.startswith(prefix) and name.endswith(suffix):
-                old = before.get(name, 0.0)
-                out[name] = value - old if value >= old else value
-        return {name: grown for name, grown in out.items() if grown > 0}
+        return growths(list(self.points)[-2:], prefix, suffix)
+
+    def span(self) -> list[Point] | None:
+        """The record before and the records of a span of at least SPAN_S that the newest record ends; else None.
+
+        Spans do not overlap. Counters of generators compare with what was trained over a span, not over one record.
+        """
+        if len(self._ends) < 2 or self._ends[-1] != self._num:
+            return None
+        return list(self.points)[-(self._ends[-1] - self._ends[-2] + 1) :]
 
     def over(self, seconds: float) -> Iterator[Point]:
         """The newest records, the newest first, until they cover so many seconds; all when they do not."""
@@ -112,3 +122,14 @@ class History:
         """Generators of the newest record by name, and whether each is alive."""
         parts = ((name.split("/"), value) for name, value in self.points[-1].values.items())
         return {at[1]: value > 0 for at, value in parts if len(at) == 3 and (at[0], at[2]) == ("generator", "alive")}
+
+
+def growths(points: Sequence[Point], prefix: str, suffix: str = "") -> dict[str, float]:
+    """How much the counters with this beginning and end grew from the first to the last of these records."""
+    out: dict[str, float] = {}
+    for before, now in pairwise(points):
+        for name, value in now.values.items():
+            if name.startswith(prefix) and name.endswith(suffix):
+                old = before.values.get(name, 0.0)
+                out[name] = out.get(name, 0.0) + (value - old if value >= old else value)
+    return {name: grown for name, grown in out.items() if grown > 0}

@@ -19,6 +19,8 @@ class Facts(NamedTuple):
     max_new_tokens: int = 0
     num_generators: int = 0
     group_size: int = 1
+    num_responses: int = 0
+    """Of an update in which none is missing; 0: not known."""
 
 
 class Judgement(NamedTuple):

@@ -46,6 +46,7 @@ NAMES: dict[str, str] = {
     "eval/version": "update of the weights that were evaluated",
     "eval/epoch": "run epoch of the weights that were evaluated",
     "eval/count": "held-out answers: problems x (samples, and one more where greedy decoding is on)",
+    "eval/failed": "held-out responses that were asked for and gave no answer; they count in no mean",
     # held-out accuracy by set (docs/evaluation.md)
     "eval/<set>/avg_at_<k>": "mean reward of k sampled answers per prompt of this set (avg@k); k is what was asked for",
     "eval/<set>/pass_at_<k>": "unbiased pass@k of this set, for the powers of two up to the samples asked for",
@@ -53,12 +54,13 @@ NAMES: dict[str, str] = {
     "eval/<set>/greedy": "mean reward of the greedy answers of this set",
     "eval/<set>/length": "mean length of its sampled responses, in tokens (of the greedy ones without a sampled one)",
     "eval/<set>/truncated": "share of them that ended at max_new_tokens",
-    "eval/<set>/no_answer": "share of them that give no answer; 1 where the verifier or the user's reward names none",
+    "eval/<set>/no_answer": "share of them that give no answer; absent where the user's rewards name none",
     "eval/<set>/stderr": "standard error of avg_at_<k> (of greedy without a sampled answer), over prompts",
     "eval/<set>/ci_low": "lower end of its 95 % interval",
     "eval/<set>/ci_high": "upper end of its 95 % interval",
     "eval/<set>/prompts": "prompts of this set with an answer",
     "eval/<set>/count": "answers of this set",
+    "eval/<set>/failed": "responses of this set that were asked for and gave no answer (scoring failed, no time)",
     "eval/<set>/part/<id>": "mean of a named part of the reward over its sampled responses",
     # parts of the reward and sources of the data (docs/shaping.md)
     "reward/<word>": "mean of a named part of the reward over the responses of this update that have it",

@@ -53,10 +53,11 @@ class Evaluations:
         timeout_s: float = 180.0,
         lease_timeout_s: float = 120.0,
         max_attempts: int = 5,
+        names_answers: bool = True,
     ) -> None:
         self.finished: list[dict[str, Any]] = []
         self._cancelled: list[tuple[str, str]] = []
-        self._prompts, self._tally = prompts, tally
+        self._prompts, self._tally, self._names_answers = prompts, tally, names_answers
         self._every = every if len(prompts) else 0
         self._asked_of = {set_of(p): (sets or {}).get(set_of(p), Asked(samples, greedy)) for p in prompts}
         if unknown := set(sets or ()) - set(self._asked_of):
@@ -206,7 +207,7 @@ class Evaluations:
         self._open.append(self._new(version))
 
     def _new(self, version: Version) -> Evaluation:
-        return Evaluation(str(version), version, self._prompts, self._asked_of)
+        return Evaluation(str(version), version, self._prompts, self._asked_of, self._names_answers)
 
     def _restart(self, evaluation: Evaluation, version: Version) -> None:
         log.warning("evaluation %s: nobody holds %s, uses %s", evaluation.eval_id, evaluation.target, version)

@@ -31,10 +31,19 @@ class Out(NamedTuple):
 class Evaluation:
     """All responses come from one version: when it cannot be had any more, the newest one starts over.
 
-    asked: of the prompts of every set, by its name. Ids of prompts differ, also between sets.
+    asked: of the prompts of every set, by its name. Ids of prompts differ, also between sets. names_answers: as
+    `estimates.summary` takes it.
     """
 
-    def __init__(self, eval_id: str, target: Version, prompts: Sequence[Prompt], asked: Mapping[str, Asked]) -> None:
+    def __init__(
+        self,
+        eval_id: str,
+        target: Version,
+        prompts: Sequence[Prompt],
+        asked: Mapping[str, Asked],
+        names_answers: bool = True,
+    ) -> None:
+        self._names_answers = names_answers
         self.eval_id, self.target, self.requested = eval_id, target, target
         self.started: float | None = None
         self._prompts, self._asked = prompts, asked
@@ -120,6 +129,7 @@ class Evaluation:
     def result(self) -> dict[str, Any]:
         """Means over the answers of all sets, and under `sets` what the answers of each say (tasks.estimates.summary).
 
+        failed, also by set: responses that were asked for and gave no answer, which count in no mean.
         Lengths and truncation are those of the sampled ones, if there are any.
         """
         sampled = [a for k, a in self._answers.items() if not k.greedy]
@@ -133,6 +143,7 @@ class Evaluation:
             "version": self.target.update,
             "epoch": self.target.epoch,
             "count": len(self._answers),
+            "failed": len(self._keys) - len(self._answers),
             "response_length": _mean([float(a.length) for a in shown]),
             "truncated_fraction": _mean([float(a.finish_reason == "length") for a in shown]),
         }
@@ -152,7 +163,12 @@ class Evaluation:
                         a.parts,
                     )
                 )  # fmt: skip
-        return {name: summary(answers, self._asked[name].samples) for name, answers in by_set.items()}
+        wanted = Counter(set_of(self._prompts[key.prompt]) for key in self._keys)
+        return {
+            name: summary(answers, self._asked[name].samples, self._names_answers)
+            | {"failed": float(wanted[name] - len(answers))}
+            for name, answers in by_set.items()
+        }
 
     def _again(self, key: Key, max_attempts: int) -> None:
         del self._out[key]

@@ -29,7 +29,7 @@ from asyncrl.replay.snapshot import SnapshotFile, data_fingerprint, fingerprint
 from asyncrl.replay.tuning import Tuning
 from asyncrl.replay.untune import done, ordered
 from asyncrl.tasks import build
-from asyncrl.tasks.held_out import asked_by_set
+from asyncrl.tasks.held_out import asked_by_set, names_answers
 from asyncrl.transport.rendezvous import publish_address
 from asyncrl.transport.sockets import Server
 
@@ -113,6 +113,7 @@ def _serve(config: Config, run_dir: Path) -> None:
         timeout_s=config.eval.timeout_s,
         lease_timeout_s=config.replay.lease_timeout_s,
         max_attempts=config.replay.max_attempts,
+        names_answers=names_answers(config.task),
     )
     snapshots = SnapshotFile(run_dir, fingerprint(config, model), data_fingerprint(task.train, task.eval))
     snapshot = snapshots.read()

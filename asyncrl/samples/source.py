@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.learner.dump import Content, content, policy_in
 from asyncrl.learner.dumped import dumps_in, epochs_of, is_undone
@@ -97,6 +98,8 @@ class Sample:
     bucket: int
     took: str
     ratio: Floats | None
+    scorer: str = ""
+    """What gave the reward instead of the verifier: the environment, or the user's function; "" without."""
 
     @property
     def mean_ratio(self) -> float:
@@ -142,10 +145,13 @@ class _Source:
     bucket: NDArray[np.int64]
     advantages: NDArray[np.float64]
     folders: tuple[Path, ...]
+    scorer: str
 
 
 def find(wanted: Wanted) -> Found:
     """Read the dumps and choose. A damaged dump is left out and noted; ConfigError where nothing is left."""
+    if wanted.model is not None and not wanted.model.is_dir():
+        raise ConfigError(f"--model {str(wanted.model)!r} is no folder; give the one that has the tokenizer")
     found, rows = Found(), list[_Row]()
     sources: set[str] = set()
     damaged: list[ConfigError] = []
@@ -203,7 +209,7 @@ def _rows(dump: Content, wanted: Wanted) -> Iterator[_Row]:
     folders = [f for f in (wanted.model, policy_in(dump.folder, dump.head), Path(dump.config.model.path)) if f]
     source = _Source(
         dump.head.update, dump.head.bound, dump.config.algorithm.rdc.mode, dump.head.outcome, c, dump.keep,
-        dump.would_drop, dump.bucket, dump.advantages, tuple(folders),
+        dump.would_drop, dump.bucket, dump.advantages, tuple(folders), _scorer(dump.config),
     )  # fmt: skip
     order: Callable[[int], float] = {
         "newest": lambda i: -float(dump.head.update),
@@ -278,8 +284,14 @@ def _sample(row: _Row, decoder: Pieces) -> Sample:
         d.update, t.trajectory_id, decoder.text(prompt.token_ids.tolist()), parts, prompt.answer, prompt.source,
         prompt.data_source, row.group.generator_id, t.reward, t.parts, float(d.advantages[i]), t.num_tokens,
         int(d.columns["tokens"][i]), t.finish_reason, int(d.columns["lag"][i]), spans, float(d.columns["drift"][i]),
-        int(d.bucket[i]), _took(d, i), ratio,
+        int(d.bucket[i]), _took(d, i), ratio, d.scorer,
     )  # fmt: skip
+
+
+def _scorer(config: Config) -> str:
+    if config.task.environment is not None:
+        return f"environment {config.task.environment}"
+    return f"reward {config.task.reward}" if config.task.reward is not None else ""
 
 
 def _most(ratio: Floats | None, start: int, end: int) -> float | None:

@@ -49,7 +49,7 @@ def facts(s: Sample) -> list[tuple[str, str]]:
         ("log pi/mu", f"mean |x| {number(s.mean_ratio)}" if s.ratio is not None else "no learner log-probs"),
         ("in the update", s.took),
         ("generator", s.generator),
-        ("source", f"{s.data_source or '-'}, verifier {s.verifier}"),
+        ("source", f"{s.data_source or '-'}, {s.scorer or f'verifier {s.verifier}'}"),
     ]
     return known
 

@@ -6,6 +6,7 @@ processes. Importing this package stays cheap (the workers do it): the parts loa
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,17 +31,17 @@ def build(task: TaskSection, tokenizer_dir: str | Path) -> Task:
     return sources.build(task, tokenizer_dir)
 
 
-def check(task: TaskSection) -> None:
+def check(task: TaskSection, limit_s: float = math.inf) -> None:
     """What can be seen before any process starts: sizes, files and their first rows, names of procedures.
 
-    Raises TaskError as `build` does.
+    limit_s: longest time that making the items may take, run.start_timeout_s. Raises TaskError as `build` does.
     """
     from asyncrl.tasks import chain_sum, sources
 
     if task.name == "chain_sum":
         chain_sum.check_sizes(task)
     else:
-        sources.check(task)
+        sources.check(task, limit_s)
 
 
 def longest_prompt(task: TaskSection, tokenizer_dir: str | Path) -> int:

@@ -141,11 +141,12 @@ def estimates(answers: Sequence[Answer], k: int) -> dict[str, Estimate]:
     return found
 
 
-def summary(answers: Sequence[Answer], k: int) -> dict[str, float]:
+def summary(answers: Sequence[Answer], k: int, names_answers: bool = True) -> dict[str, float]:
     """The values of `estimates`, and what else is known of a set, by the last part of its metric's name.
 
     length, truncated, no_answer and part/<name> are means over the sampled responses, or the greedy ones where nothing
-    was sampled; stderr, ci_low and ci_high are of avg_at_k, or else of greedy. What has no value is left out.
+    was sampled; stderr, ci_low and ci_high are of avg_at_k, or else of greedy. What has no value is left out, and so
+    is no_answer where no response has an extracted answer and the rewards need not name any (names_answers=False).
     """
     found = estimates(answers, k)
     out = {name: e.value for name, e in found.items()}
@@ -154,7 +155,8 @@ def summary(answers: Sequence[Answer], k: int) -> dict[str, float]:
     if shown:
         out["length"] = _mean([float(a.length) for a in shown])
         out["truncated"] = _mean([float(a.truncated) for a in shown])
-        out["no_answer"] = _mean([float(not a.extracted) for a in shown])
+        if names_answers or any(a.extracted for a in answers):
+            out["no_answer"] = _mean([float(not a.extracted) for a in shown])
     head = found.get(f"avg_at_{k}") or found.get("greedy") or NOTHING
     out |= {"stderr": head.stderr, "ci_low": head.low, "ci_high": head.high}
     for name in sorted({name for a in shown for name in a.parts})[:MAX_PARTS]:

@@ -5,24 +5,30 @@ Knows sources as items; what files look like is data's, what procedures make is 
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 
 import xxhash
 
 from asyncrl.errors import TaskError
-from asyncrl.sections.task import SourceSection, TaskSection
+from asyncrl.sections.task import EvalSetSection, TaskSection
 from asyncrl.tasks import chat, rewards
 from asyncrl.tasks.base import Item, Task, prompt_id, read_stop_token_ids
 from asyncrl.tasks.data import load
 from asyncrl.tasks.data.layouts import Wants
-from asyncrl.tasks.data.wrappers import bare
 from asyncrl.tasks.encode import SPECIAL, UNWRITABLE, Encoder
+from asyncrl.tasks.identity import bytes_of, digest_of, same
 from asyncrl.tasks.names import names_of
+from asyncrl.tasks.overlap import keep_apart
+from asyncrl.tasks.source import Source
 from asyncrl.types import Prompt
+
+log = logging.getLogger(__name__)
 
 PROCEDURAL_SIZE = 1000
 """Items of a procedure without size."""
@@ -38,51 +44,13 @@ _POOR_SHARE = 0.1
 _UNPAID = "unpaid"
 
 
-@dataclass(eq=False)
-class Source:
-    """One source while its prompts are made. firsts: the first row that was left out, by reason."""
-
-    key: str
-    name: str
-    section: SourceSection
-    counts: Counter[str] = field(default_factory=Counter)
-    firsts: dict[str, str] = field(default_factory=dict)
-    items: list[Item] = field(default_factory=list)
-    prompts: list[Prompt] = field(default_factory=list)
-
-    @property
-    def origin(self) -> str:
-        """What the user wrote."""
-        return self.section.path or self.section.procedural or self.name
-
-    def leave_out(self, item: Item, reason: str) -> None:
-        """Count an item that is not used."""
-        self.counts[reason] += 1
-        self.firsts.setdefault(reason, item.where or repr(item.text[:60]))
-
-    def left_out(self) -> list[tuple[str, int]]:
-        """(reason, rows) of what is not used; with the prompts they make up the rows."""
-        return [(k, v) for k, v in sorted(self.counts.items()) if v and k != "rows"]
-
-    def note(self) -> str:
-        """One line: rows, prompts, what was left out and where it was first seen."""
-        out = [f"{k} {v}" + (f" (first: {self.firsts[k]})" if k in self.firsts else "") for k, v in self.left_out()]
-        longest = max((len(p.token_ids) for p in self.prompts), default=0)
-        return (
-            f"{self.key} {self.name}: {len(self.prompts)} prompts of up to {longest} tokens from "
-            f"{self.counts['rows']} rows of {self.origin!r}" + (f"; left out: {', '.join(out)}" if out else "")
-        )
-
-
 def build(task: TaskSection, tokenizer_dir: str | Path) -> Task:
     """Prompts of the task; see `asyncrl.tasks.build` for the errors."""
     encoder = Encoder(tokenizer_dir, task.max_prompt_tokens)
     train, held_out = _sources(task, "train"), _sources(task, "eval")
     for source in (*held_out, *train):
         _read(source, task, source in held_out)
-    known = _bare_texts(held_out)
-    for source in train:
-        _part(source, known)
+    keep_apart(train, held_out, whole=task.environment is not None)
     tell = _teller(task, (*train, *held_out), tokenizer_dir)
     taken: set[bytes] = set()
     for source in train:
@@ -102,8 +70,11 @@ def build(task: TaskSection, tokenizer_dir: str | Path) -> Task:
     )
 
 
-def check(task: TaskSection) -> None:
-    """What can be seen of the sources before any process starts. Raises TaskError that names the key."""
+def check(task: TaskSection, limit_s: float = math.inf) -> None:
+    """What can be seen of the sources before any process starts. Raises TaskError that names the key.
+
+    limit_s: run.start_timeout_s, within which procedures must have made their items.
+    """
     for source in (*_sources(task, "train"), *_sources(task, "eval")):
         if source.section.verifier is not None:
             _known_verifier(source, task)
@@ -113,6 +84,31 @@ def check(task: TaskSection) -> None:
             from asyncrl.tasks import procedural
 
             procedural.check(source.section.procedural or "", source.section.options, source.key)
+    _check_time(task, limit_s)
+
+
+def _check_time(task: TaskSection, limit_s: float) -> None:
+    """Refuse sizes of slow procedures that replay could not make before the others stop waiting for it."""
+    from asyncrl.tasks.procedural.cost import item_s
+
+    costs: list[tuple[float, float, Source]] = []
+    for source in (*_sources(task, "train"), *_sources(task, "eval")):
+        if (name := source.section.procedural) is not None:
+            each_s = item_s(name, source.section.options, isinstance(source.section, EvalSetSection))
+            costs.append((each_s * (source.section.size or PROCEDURAL_SIZE), each_s, source))
+    total_s = sum(cost for cost, *_ in costs)
+    if total_s <= limit_s:
+        return
+    cost, each_s, source = max(costs, key=lambda c: c[0])
+    size, default = source.section.size or PROCEDURAL_SIZE, "" if source.section.size else ", the default,"
+    fits = int((limit_s - (total_s - cost)) / each_s)
+    smaller = f"set {source.key}.size <= {fits}" if fits >= 1 else f"set a smaller {source.key}.size"
+    others = f" ({total_s:.0f} s with all other sources)" if total_s > cost else ""
+    raise TaskError(
+        f"{source.key}.size={size}{default} takes about {cost:.0f} s{others} to make from {source.section.procedural}, "
+        f"longer than run.start_timeout_s={limit_s:g}, within which replay must be ready; {smaller}, or "
+        f"run.start_timeout_s={math.ceil(1.5 * total_s / 10) * 10}"
+    )
 
 
 def longest_prompt(task: TaskSection, tokenizer_dir: str | Path) -> int:
@@ -123,23 +119,28 @@ def longest_prompt(task: TaskSection, tokenizer_dir: str | Path) -> int:
 
 def _sources(task: TaskSection, part: str) -> list[Source]:
     sections = getattr(task, part)
+    own = next((f"task.{k}={v}" for k in ("environment", "reward") if (v := getattr(task, k)) is not None), "")
     return [
-        Source(f"task.{part}[{i}]", n, s) for i, (n, s) in enumerate(zip(names_of(sections), sections, strict=True))
+        Source(f"task.{part}[{i}]", n, s, own=own)
+        for i, (n, s) in enumerate(zip(names_of(sections), sections, strict=True))
     ]
 
 
 def _wants(task: TaskSection) -> Wants:
     """A user's reward or environment may do without a gold answer, and read whatever the file has."""
     own = task.reward is not None or task.environment is not None
-    return Wants(answers=not own, columns=own)
+    return Wants(answers=not own, columns=own, tasks=task.environment is not None)
 
 
 def _known_verifier(source: Source, task: TaskSection) -> None:
-    try:
-        if source.section.verifier != rewards.USER or task.reward is None:
-            rewards.verifier(source.section.verifier or "")
-    except TaskError as exc:
-        raise TaskError(f"{source.key}.verifier={source.section.verifier!r}: {exc}") from exc
+    name, setting = source.section.verifier or "", f"{source.key}.verifier={source.section.verifier!r}"
+    if name == rewards.USER and task.reward is None:
+        raise TaskError(f"{setting} is task.reward, which is not set; set task.reward=package.module:function")
+    known = sorted({*rewards.VERIFIERS, *rewards.LAZY, *((rewards.USER,) if task.reward is not None else ())})
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        raise TaskError(f"{setting} is no verifier; {hint} (docs/verifiers.md)")
 
 
 def _teller(task: TaskSection, sources: Sequence[Source], tokenizer_dir: str | Path) -> chat.Teller:
@@ -151,11 +152,13 @@ def _read(source: Source, task: TaskSection, held_out: bool) -> None:
     """The items of a source, and the check that its gold answers earn their reward."""
     section = source.section
     if section.path is not None:
+        log.info("%s %s: reading %r", source.key, source.name, section.path)
         source.items, source.counts = load.load(section, source.key, _wants(task))
     else:
         from asyncrl.tasks import gate, procedural
 
         name, size = section.procedural or "", section.size or PROCEDURAL_SIZE
+        log.info("%s %s: making %d items of %s", source.key, source.name, size, name)
         source.items = procedural.items(name, section.options, size, task.seed, held_out, source.key)
         gate.check(name, source.items[:_GATED], source.key)
         source.counts["rows"] = len(source.items)
@@ -199,34 +202,11 @@ def _score_gold(item: Item) -> None:
         raise TaskError(f"gives {reward} for the answer {item.answer[:200]!r} itself")
 
 
-def _bare_texts(held_out: Sequence[Source]) -> dict[bytes, tuple[Source, Item]]:
-    return {_digest(bare(item.text)): (source, item) for source in held_out for item in source.items}
-
-
-def _part(source: Source, held_out: dict[bytes, tuple[Source, Item]]) -> None:
-    """Refuse a training file that has held-out questions; leave them out of what a procedure makes."""
-    shared = [(item, held_out[d]) for item in source.items if (d := _digest(bare(item.text))) in held_out]
-    if not shared:
-        return
-    if source.section.procedural is not None:
-        out = {item.text for item, _ in shared}
-        for item, _ in shared:
-            source.leave_out(item, "held_out")
-        source.items = [item for item in source.items if item.text not in out]
-        return
-    item, (other, theirs) = shared[0]
-    raise TaskError(
-        f"{other.key} ({other.origin}) shares {len(shared)} of its questions with {source.key} ({source.origin}), for "
-        f"example {bare(item.text)[:100]!r} ({theirs.where or other.origin} and {item.where}); held-out accuracy would "
-        "measure memory: remove them from one of the files, or evaluate on another set"
-    )
-
-
 def _write(source: Source, task: TaskSection, encoder: Encoder, tell: chat.Teller, taken: set[bytes]) -> None:
     """Prompts of a source: at most `size`, none of a text that is taken already."""
     limit = source.section.size or len(source.items)
     chosen: list[tuple[int, Prompt]] = []
-    walked = _walk(source, task.seed)
+    walked = _walk(source, task)
     own: set[bytes] = set()
     while len(chosen) < limit and (chunk := list(islice(walked, _CHUNK))):
         texts = []
@@ -236,7 +216,8 @@ def _write(source: Source, task: TaskSection, encoder: Encoder, tell: chat.Telle
             else:
                 texts.append((index, item, tell(_messages(source, task, item))))
         for (index, item, text), ids in zip(texts, encoder.encode([t for *_, t in texts]), strict=True):
-            digest = _digest(text)
+            said = same(text, item, task.environment is not None)
+            digest = digest_of(said)
             if isinstance(ids, str):
                 source.leave_out(item, ids)
             elif digest in taken:
@@ -244,7 +225,7 @@ def _write(source: Source, task: TaskSection, encoder: Encoder, tell: chat.Telle
             elif len(chosen) < limit:
                 own.add(digest)
                 taken.add(digest)
-                p = Prompt(prompt_id(source.name, text), ids, text, item.answer, item.verifier, source.name, item.extra)
+                p = Prompt(prompt_id(source.name, said), ids, text, item.answer, item.verifier, source.name, item.extra)
                 chosen.append((index, p))
             else:
                 source.counts["unused"] += 1
@@ -254,11 +235,12 @@ def _write(source: Source, task: TaskSection, encoder: Encoder, tell: chat.Telle
     _refuse_poor(source, task)
 
 
-def _walk(source: Source, seed: int) -> Iterator[tuple[int, Item]]:
+def _walk(source: Source, task: TaskSection) -> Iterator[tuple[int, Item]]:
     """(place, item): as they come, or with a size by a hash of text and seed, so that no order of rows matters."""
     numbered = list(enumerate(source.items))
+    whole = task.environment is not None
     if source.section.size is not None:
-        numbered.sort(key=lambda pair: xxhash.xxh3_64_intdigest(_bytes(pair[1].text), seed))
+        numbered.sort(key=lambda n: xxhash.xxh3_64_intdigest(bytes_of(same(n[1].text, n[1], whole)), task.seed))
     return iter(numbered)
 
 
@@ -287,11 +269,3 @@ def _refuse_poor(source: Source, task: TaskSection) -> None:
             f"no prompt is left of {source.note()}; raise task.max_prompt_tokens={task.max_prompt_tokens} if they are "
             "too long, or change the file"
         )
-
-
-def _digest(text: str) -> bytes:
-    return bytes(xxhash.xxh3_128_digest(_bytes(text)))
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from asyncrl.errors import TaskError
 from asyncrl.tasks.processes import Child
 from asyncrl.tasks.rewards.base import MAX_EXTRACTED, Verdict
+from asyncrl.tasks.words import memory_hint, with_article
 
 RESPONSE, RESPONSES = "text", "texts"
 CONTEXT = ("prompt", "answer", "extra", "data_source")
@@ -143,12 +144,16 @@ def _find(name: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as exc:  # importing runs foreign code
-        why = f"importing {module_name!r} failed with {type(exc).__name__}: {str(exc)[:300]}"
+        why = f"importing {module_name!r} failed with {type(exc).__name__}: {str(exc)[:300]}{memory_hint(exc)}"
         raise TaskError(f"task.reward={name}: {why}; {remedy}") from exc
     found = getattr(module, function, None)
     if not callable(found):
         where = getattr(module, "__file__", None) or "a package without a file"
-        what = "has no function" if found is None else f"has a {type(found).__name__}, which cannot be called, as"
+        what = (
+            "has no function"
+            if found is None
+            else f"has {with_article(type(found).__name__)}, which cannot be called, as"
+        )
         raise TaskError(f"task.reward={name}: {module_name!r} ({where}) {what} {function!r}; {remedy}")
     call: Callable[..., Any] = found
     return call

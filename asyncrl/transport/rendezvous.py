@@ -34,6 +34,11 @@ def wait_for_address(place: Place, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while not (text := address_at(place)):
         if time.monotonic() >= deadline:
-            raise TransportError(f"no address was published in {place} within {timeout_s:g} s; is that role running?")
+            raise TransportError(
+                f"no address was published in {place} within run.start_timeout_s={timeout_s:g} s; is that role "
+                "running? Replay may still be reading or making the data of the task: see what it says in "
+                f"{Path(place).parent / 'logs' / 'replay.log'}, and set a longer run.start_timeout_s, or a smaller "
+                "size of the sources"
+            )
         time.sleep(0.05)
     return text

@@ -54,7 +54,8 @@ def words(folder: Path, report: Report) -> list[str]:
     r = report
     if r.running:
         return [
-            f"{folder} has running processes, but its replay does not answer: it is being started, or started again"
+            f"{folder} has running processes, but its replay does not answer: it is being started, or started again",
+            f"what it does: {folder / 'logs' / 'replay.log'}",
         ]
     made = f"{r.updates} of {r.total} updates"
     if r.finished:

@@ -199,6 +199,7 @@ def _set(numbers: Mapping[str, float]) -> str:
     if words and "ci_low" in numbers and "ci_high" in numbers:
         words[0] += f" ({share(numbers['ci_low'])} to {share(numbers['ci_high'])})"
     words += [f"truncated {share(numbers['truncated'])}"] if numbers.get("truncated") else []
+    words += [f"{numbers['failed']:.0f} without an answer"] if numbers.get("failed") else []
     return ", ".join(words) or "no answer"
 
 

@@ -15,6 +15,9 @@ UPDATES = 12
 VARIABLE = {
     "<id>": ("host-a.g0", "host-b.g1"),
     "<reason>": ("stale", "capacity"),
+    "<set>": ("aime24", "gsm8k"),
+    "<word>": ("form", "length"),
+    "<k>": ("2", "8"),
     "<name>": ("f_2", "kl_rising"),
     "<lags>": ("0", "1", "2-3", "4-7"),
     "<part>": ("first", "middle", "last"),

@@ -10,6 +10,7 @@ from math import comb
 import pytest
 
 from asyncrl.config import save_config, validate
+from asyncrl.tasks import build
 from tests.evaluate.conftest import SMALL
 
 LONG = ("eval.samples=100", "generator.groups_in_flight=1", "algorithm.group_size=2")
@@ -131,3 +132,55 @@ def test_a_verifier_that_fails_is_listed_and_counts_nowhere(start, model, config
     sampled = [r["parts"]["length"] for r in lines if r["reward"] is not None and not r["greedy"]]
     assert numbers["part/length"] == pytest.approx(sum(sampled) / len(sampled))
     assert f"{len(odd)} answers have no reward and count nowhere" in done.text
+
+
+HANGS = """
+import os, time
+class Env:
+    def __init__(self, prompt, answer, extra):
+        self.prompt, self.answer = prompt, answer
+    def step(self, text):
+        if self.prompt in open(os.environ["HANGING"]).read().split("|"):
+            time.sleep(3600)
+        return {"observation": None, "done": True, "reward": 1.0}
+"""
+
+
+def test_an_episode_that_hangs_costs_itself_alone_and_is_asked_again(start, model, config, tmp_path, monkeypatch):
+    (tmp_path / "hangs_here.py").write_text(HANGS)
+    prompt = build(validate({"model": {"path": str(model)}, **SMALL}).task, model).eval[3]
+    hanging = tmp_path / "hanging"
+    hanging.write_text(prompt.text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("HANGING", str(hanging))
+    command = (
+        model, config, "task.environment=hangs_here:Env", "eval.samples=2", "eval.greedy=false",
+        "generator.reward_timeout_s=2", "replay.max_attempts=2",
+    )  # fmt: skip
+    first = start(*command)
+    assert first.wait() == 1, first.text
+    lines = first.lines()
+    assert len(lines) == 16 and set(keys(lines).values()) == {1}
+    failed = [r for r in lines if r["reward"] is None]
+    # The 14 others shared its process, which was ended.
+    assert [(r["prompt_id"], r["attempts"]) for r in failed] == [(prompt.prompt_id, 2)] * 2, failed
+    assert any(r["attempts"] == 2 for r in lines if r["reward"] is not None)
+    assert "2 x chain_sum: timeout: step() gave no answer within 2 s" in first.text
+    numbers = json.loads((first.out / "table.json").read_text())["sets"]["chain_sum"]
+    assert (numbers["failed"], numbers["count"], numbers["missing"]) == (2, 14, 0) and "no_answer" not in numbers
+    # The same command, once it hangs no more, asks for these alone.
+    hanging.write_text("")
+    second = start(*command)
+    assert second.wait() == 0, second.text
+    assert "14 of 16 answers are there already" in second.text and "2 without a reward are asked again" in second.text
+    assert len(second.lines()) == 16 and [r for r in second.lines() if r["reward"] is None] == []
+    assert [r for r in second.lines() if r["prompt_id"] != prompt.prompt_id] == [
+        r for r in lines if r["prompt_id"] != prompt.prompt_id
+    ]
+
+
+def test_unusable_data_is_said_as_every_other_fault_of_a_config(start, model, config, tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"question": "1+1="}\n')
+    task = f"task.eval=[{{path: {tmp_path / 'set.jsonl'}, name: four}}]"
+    done = start(model, config, "task.name=sources", task)
+    assert done.wait() == 2 and done.text.startswith("config error: ") and "set.jsonl" in done.text, done.text

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from asyncrl.config import save_config, validate
 from asyncrl.errors import ConfigError, TaskError
 from asyncrl.evaluate import table
-from asyncrl.evaluate.answers import Answers, read
+from asyncrl.evaluate.answers import Answers, lock_of, read
 from asyncrl.evaluate.questions import Chosen, Key, identity, questions, without_training
 from asyncrl.evaluate.run import run
 from asyncrl.evaluate.subject import Subject, fingerprint, policy, subject
@@ -65,6 +65,8 @@ def test_the_steps_of_a_run(tmp_path, world):
     newest = subject(run_dir, [], None, None)
     assert newest.step == "u8" and newest.out == run_dir / "eval" / "u8"
     assert subject(run_dir, [], None, "last").step == "u8" and subject(run_dir, [], None, "4").step == "u4"
+    with pytest.raises(ConfigError, match=r"has no step 'best': learner\.keep_best=null kept none; it has 4, 8, last"):
+        subject(run_dir, [], None, "best")
     with policy(newest) as folder:
         assert folder.parent == newest.out and weights_of(folder)
         last = fingerprint(folder)
@@ -73,7 +75,7 @@ def test_the_steps_of_a_run(tmp_path, world):
         assert fingerprint(folder) != last
     with policy(newest) as folder:
         assert fingerprint(folder) == last
-    for step in ("5", "final", "best", "x"):
+    for step in ("5", "final", "x"):
         with pytest.raises(ConfigError, match=f"has no step '{step}'; it has 4, 8, last; name one with --step"):
             subject(run_dir, [], None, step)
     for name in ("model", "best"):
@@ -213,9 +215,38 @@ def test_a_torn_last_line_is_asked_again_and_a_broken_one_is_named(tmp_path):
     (tmp_path / "answers.jsonl").write_bytes(whole.encode() + b"\xff\n")
     with pytest.raises(ConfigError, match=r"answers\.jsonl:3 is no answer"):
         Answers(tmp_path, {"the model": "m"}, {})
-    # Of two lines of one response the first counts.
+    # Of two lines of one response the last counts.
     (tmp_path / "answers.jsonl").write_text(whole + json.dumps(record("a", reward=0.0)) + "\n")
-    assert [r["reward"] for r in read(tmp_path / "answers.jsonl")] == [1.0, 1.0]
+    assert [r["reward"] for r in read(tmp_path / "answers.jsonl")] == [0.0, 1.0]
+
+
+def test_an_answer_without_a_reward_is_asked_again_and_the_last_line_counts(tmp_path):
+    with Answers(tmp_path, {"the model": "m"}, {}) as answers:
+        answers.add(record("a", reward=None, error="timeout"))
+        answers.add(record("b"))
+        assert answers.done == {Key("b", 0, False)} and answers.failed == {Key("a", 0, False)}
+    with Answers(tmp_path, {"the model": "m"}, {}) as answers:
+        assert answers.done == {Key("b", 0, False)}
+        answers.add(record("a", reward=None, error="crash"))
+        answers.add(record("a", reward=0.5))
+        assert len(answers.done) == 2 and not answers.failed
+        assert [(r["prompt_id"], r["reward"], r["attempts"]) for r in answers.records] == [("a", 0.5, 3), ("b", 1.0, 1)]
+        file = tmp_path / "answers.jsonl"
+        assert len(file.read_text().splitlines()) == 4 and read(file) == answers.records
+        answers.compact()
+        assert [json.loads(line) for line in file.read_text().splitlines()] == answers.records
+        answers.add(record("c"))
+    assert [r["prompt_id"] for r in read(file)] == ["a", "b", "c"]
+
+
+def test_nothing_in_the_folder_of_another_process_is_removed(tmp_path, world):
+    what = subject(Run(tmp_path, "split", world).dir, [], None, "4")
+    exported = what.out / "policy.part"
+    exported.mkdir(parents=True)
+    (exported / "config.json").write_text("{}")
+    with lock_of(what.out), pytest.raises(ConfigError, match="another process writes answers"):
+        run(what, Chosen())
+    assert (exported / "config.json").is_file()
 
 
 def test_a_folder_has_one_writer_and_one_evaluation(tmp_path):
@@ -256,13 +287,22 @@ def test_the_table_by_hand():
         {"prompt_id": "b", "set": "math", "sample": 0, "greedy": True, "error": "timeout: no\nanswer"}
     ]
     text = table.markdown(found, "Evaluation of m")
-    assert "| math | 2 | 5 | 2 | 0.250 [" in text and "- b: timeout: no answer" in text
+    assert "| math | 2 | 5 | 2 | 0.250 [" in text and "- 1 x math: timeout: no answer (b)" in text
     assert "- zebra: pass@1 1.000 [0.207, 1.000], cells 0.250" in text
     wide = shown(found, 80)
     assert max(map(len, wide.splitlines())) <= 80 and wide.count("avg@k") == 1 and "zebra" in wide
     narrow = shown(found, 40)  # a table for each set
     assert narrow.count("avg@k") == 2 and max(map(len, narrow.splitlines())) <= 40
     json.dumps(found, allow_nan=False)
+
+
+def test_why_answers_have_no_reward_is_said_by_reason():
+    failures = [{"set": "math", "prompt_id": f"p{i}", "error": f"timeout: {i} s\nof 10"} for i in range(500)]
+    failures += [{"set": "math", "prompt_id": f"q{i}", "error": f"error: {chr(97 + i)}"} for i in range(12)]
+    lines = table.reasons(failures)
+    assert len(lines) == table.REASONS and lines[0] == "500 x math: timeout: 0 s of 10 (p0)"
+    assert lines[1] == "1 x math: error: a (q0)" and lines[-1] == "4 x 4 other reasons"
+    assert table.reasons([]) == [] and len(table.reasons(failures[-10:])) == 10
 
 
 def test_no_set_or_a_model_that_is_too_short_is_said_before_anything_starts(model, tmp_path):

@@ -26,3 +26,7 @@ def mostly(source: str, text: str, answer: str) -> float:
 def group(texts: list[str], answer: str, prompt: str, extra: dict[str, Any], data_source: str) -> list[dict[str, Any]]:
     known = float(bool(answer) and prompt.endswith("=") and extra == {})
     return [{"reward": 10.0 + i, "known": known, "of": len(texts), "extracted": f"no {i}"} for i in range(len(texts))]
+
+
+def coloured(source: str, text: str, answer: str) -> float:
+    raise ValueError("\x1b[2Jno\nidea")

@@ -12,7 +12,7 @@ import torch
 from asyncrl import wire
 from asyncrl.config import validate
 from asyncrl.errors import EngineError, WeightSyncError
-from asyncrl.generator import loop
+from asyncrl.generator import beats, loop
 from asyncrl.generator.loop import Generator
 from asyncrl.transport.rendezvous import publish_address
 from asyncrl.transport.sockets import Server
@@ -99,6 +99,7 @@ class Replay(threading.Thread):
 def replay(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "LOAD_RETRY_S", 0.2)
     monkeypatch.setattr(loop, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(beats, "HEARTBEAT_S", 0.1)
     made = Replay(tmp_path / "replay.address")
     yield made
     made.end()

@@ -86,6 +86,14 @@ def _with_logprobs(change: Callable[[list[list[Any]]], list[list[Any]]]) -> Call
     return corrupt
 
 
+def _shifted(rows: list[list[Any]]) -> list[list[Any]]:
+    """Each log-prob stands at another token. Where all tokens are the same one (or there is one), of another token."""
+    shifted = rows[1:] + rows[:1]
+    if [row[1] for row in shifted] == [row[1] for row in rows]:
+        return [[row[0], row[1] + 1, *row[2:]] for row in rows]
+    return shifted
+
+
 def _third(value: Any) -> Callable[[list[list[Any]]], list[list[Any]]]:
     return lambda rows: [[value, *row[1:]] if i == min(2, len(rows) - 1) else row for i, row in enumerate(rows)]
 
@@ -140,7 +148,7 @@ REPLIES: dict[str, Callable[[dict[str, Any], Asked], None]] = {
     "null_logprobs": _with_logprobs(_third(None)),
     "positive_logprobs": _with_logprobs(_third(0.5)),
     "logprob_missing": _with_logprobs(lambda rows: rows[:-1]),
-    "logprobs_shifted": _with_logprobs(lambda rows: rows[1:] + rows[:1]),
+    "logprobs_shifted": _with_logprobs(_shifted),
     "no_logprobs": _without("output_token_logprobs"),
     "no_output_ids": _without("output_ids"),
     "no_weight_versions": _without("weight_versions", "weight_version"),

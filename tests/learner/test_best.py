@@ -3,22 +3,30 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from asyncrl.config import validate
+from asyncrl.config import save_config, validate
 from asyncrl.errors import ConfigError
 from asyncrl.learner import best as best_module
 from asyncrl.learner.best import Best
 from asyncrl.learner.best_folders import NOTE, read_note
 from asyncrl.learner.export import export_step
+from asyncrl.learner.fleet import FleetRates
 from asyncrl.learner.publish import host_copy
 from asyncrl.learner.publishing import Due, Publishing
+from asyncrl.learner.recorder import Recorder
 from asyncrl.models.load import load_model
+from asyncrl.replay.evals import Evaluations
+from asyncrl.replay.tally import Tally
 from asyncrl.types import Version
+from asyncrl.wire import EvalAnswer, EvalResult
 from tests.helpers.ranks import free_port, run_ranks
+from tests.replay.support import make_prompts
 
 METRIC = "eval/greedy_accuracy"
 
@@ -171,6 +179,64 @@ def test_an_evaluation_that_was_cut_short_counts_only_without_a_whole_one(config
     tell(best, 20, 1.0, complete=False)
     best.settle(20)
     assert held(config)[0] == 10
+
+
+class Evaluated:
+    """Replay and the records of a recorder: one evaluation of each version that is told."""
+
+    def __init__(self):
+        self.evaluations = []
+        self.counters = {}
+
+    def tell(self, update, rewards, failed):
+        tally = Tally()
+        prompts = [replace(p, data_source="sum") for p in make_prompts(len(rewards) + failed, "e")]
+        evals = Evaluations(prompts, tally, every=1, samples=0, max_attempts=1)
+        evals.publish(Version(0, update))
+        for x, reward in zip_longest(evals.lease("g0", Version(0, update), 99, 0.0), rewards):
+            if reward is None:
+                evals.fail("g0", x.lease_id, "the verifier failed")
+            else:
+                answer = EvalAnswer(x.prompt.prompt_id, 0, True, reward, 4, "stop")
+                evals.put(EvalResult(x.eval_id, (0, update), [answer]))
+        self.evaluations += evals.finished
+
+    def status(self):
+        return {"evaluations": self.evaluations, "measuring": [], "finished": True}
+
+    def write(self, update, values):
+        pass
+
+
+def test_a_mean_over_the_answers_whose_scoring_did_not_fail_is_no_match_for_a_whole_one(config, caplog, monkeypatch):
+    monkeypatch.setattr(FleetRates, "begin", lambda *_: None)
+    best, told = Best(config, 0, 0, False), Evaluated()
+    recorder = Recorder(told, told, None, set(), None)
+    recorder.best = best
+    for update, rewards, failed in ((0, [1.0, 0.0, 0.0], 0), (10, [1.0], 2)):
+        offer(best, update)
+        told.tell(update, rewards, failed)
+        recorder.wait_for_evaluations(60)
+        best.settle(update)
+    assert held(config)[0] == 0
+    assert "evaluation 0.10 was cut short; without an answer: 2 of 3 responses to sum" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([], "no evaluation is over yet that learner.keep_best=eval/greedy_accuracy could compare"),
+        ([{"eval/version": 0, "eval/sampled_accuracy": 0.5}], "none of its 1 evaluations gave .*sampled_accuracy"),
+        ([{"eval/version": 0, METRIC: float("nan")}], "none of its 1 evaluations gave a finite learner.keep_best"),
+        ([{"eval/version": 0, METRIC: 0.5}], "could not be kept; the learner's log says why"),
+    ],
+)
+def test_an_export_of_a_best_policy_that_is_not_there_says_why(lines, why, config, tmp_path):
+    config.run_dir.mkdir()
+    save_config(config, config.run_dir / "config.yaml")
+    (config.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"eval/v')
+    with pytest.raises(ConfigError, match=f"has no step 'best': .*{why}.*; it has no other"):
+        export_step(config.run_dir, "best", tmp_path / "out")
 
 
 def test_a_metric_that_is_no_number_or_never_comes_is_said_with_those_that_do(config, caplog):
@@ -389,7 +455,7 @@ def test_what_is_kept_is_what_was_published_and_can_be_loaded_and_exported(model
     from asyncrl.config import save_config
 
     save_config(config, config.run_dir / "config.yaml")
-    with pytest.raises(ConfigError, match="has no checkpoint"):
+    with pytest.raises(ConfigError, match="no evaluation is over yet"):
         export_step(config.run_dir, "best", tmp_path / "out")
     policy, _ = made
     publishing = Publishing(Told(), world, Due(4, 8), 60.0, lambda *_: None)

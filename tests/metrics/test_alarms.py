@@ -336,6 +336,35 @@ def test_responses_without_a_reward_are_an_alarm_although_their_groups_go_on():
     assert "8 responses have no reward, against 64 that trained" in alarms.active[0].text
 
 
+@pytest.mark.parametrize("per_s", [2.5, 10, 30])
+def test_failures_that_are_counted_once_a_second_are_no_flicker_where_updates_are_faster(per_s):
+    # A quarter of the responses has no reward, and generators say so with their heartbeats: most records show none.
+    lost = [math.floor(i / per_s) * per_s * 21.0 for i in range(300)]
+    rows = [GOOD | {"throughput/update_s": 1 / per_s, "verifier/errors": n} for n in lost]
+    alarms = Alarms()
+    on, off = went(rows, alarms=alarms)
+    assert [name for _, name in on] == ["reward_errors"] and off == []
+    found = re.search(r"; (\d+) responses have no reward, against (\d+) that trained", alarms.active[0].text)
+    # 21 for every 64, give or take one heartbeat.
+    assert 0.15 < int(found[1]) / int(found[2]) < 0.7
+    # One group of many is none, whenever it comes.
+    assert went([r | {"verifier/errors": 8.0 * (i > 50)} for i, r in enumerate(rows)])[0] == []
+
+
+def test_an_update_that_lacks_responses_is_bad_at_once_where_scoring_fails():
+    # 60 updates in 3 s, each with 48 of its 64 responses; counters come with heartbeats.
+    short = GOOD | {"throughput/update_s": 0.05, "policy/responses": 48.0}
+    facts = FACTS._replace(num_responses=64)
+    alarms = Alarms()
+    rows = [short | {"verifier/errors": 16.0 * 4 * (i // 4) + 20} for i in range(60)]
+    on, off = went(rows, facts=facts, alarms=alarms)
+    assert [name for _, name in on] == ["reward_errors"] and on[0][0] < 10 and off == []
+    assert "16 of the 64 responses of this update are missing; " in alarms.active[0].text
+    # Sampling that ended in time (on_timeout=partial) is another cause, also where a verifier fails now and then.
+    for each in (0.0, 1.0):
+        assert went([short | {"verifier/errors": each * i} for i in range(60)], facts=facts)[0] == []
+
+
 def test_a_counter_that_starts_again_is_no_finding():
     # A generator that was restarted counts its reward errors from 0.
     rows = [GOOD | {"generator/g0/reward_errors": v} for v in (50.0, 0.0, 0.0, 0.0, 0.0)]

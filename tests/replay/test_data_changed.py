@@ -65,7 +65,7 @@ def test_another_file_under_the_same_name_is_refused(tmp_path: Path, caplog: pyt
     with pytest.raises(ConfigError, match=r"other prompts: what a file of task\.train.*put the file back as it was"):
         run(config, config.run_dir)
     assert any(m.startswith("task.train[0] train: 20 prompts of up to ") for m in caplog.messages)
-    assert any("from 21 rows of" in m and m.endswith("left out: duplicate 1") for m in caplog.messages)
+    assert any("from 21 rows of" in m and "left out: duplicate 1; scored by integer" in m for m in caplog.messages)
 
 
 def test_the_same_data_goes_on(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from asyncrl.metrics.names import is_known
 from asyncrl.replay.evals import DETAILED, Evaluations
 from asyncrl.replay.tally import Tally
 from asyncrl.tasks.estimates import wilson
-from asyncrl.tasks.held_out import Asked, asked_by_set
+from asyncrl.tasks.held_out import Asked, asked_by_set, check_keep_best, metric_names
 from asyncrl.types import Version
 from asyncrl.wire import EvalAnswer, EvalResult, LeaseMsg
 from tests.replay.support import make_prompts
@@ -101,11 +101,12 @@ def test_result_by_hand():
     of_set = {
         "avg_at_1": 0.5, "pass_at_1": 0.5, "greedy": 1.0, "prompts": 2.0, "count": 4.0, "length": 6.0,
         "truncated": 0.5, "no_answer": 1.0, "stderr": 0.5, "ci_low": low, "ci_high": high,
+        "failed": 0.0,
     }  # fmt: skip
     assert evals.finished == [
         {
             "eval_id": "0.0", "label": "0.0", "requested": "0.0", "status": "complete", "version": 0,
-                "epoch": 0, "count": 4,
+                "epoch": 0, "count": 4, "failed": 0,
             "response_length": 6.0, "truncated_fraction": 0.5, "sampled_accuracy": 0.5, "greedy_accuracy": 1.0,
             "sets": {"sum": of_set},
         }
@@ -282,8 +283,67 @@ def test_an_evaluation_that_is_cut_short_says_what_it_has_of_every_set():
         evals.put(answers([x], v(0))[0])
     evals.tick(v(0), {v(0)}, 180.0)
     (result,) = evals.finished
-    assert result["status"] == "cut short" and result["sets"]["zebra"] == {"prompts": 0.0, "count": 0.0}
+    assert result["status"] == "cut short" and result["sets"]["zebra"] == {
+        "prompts": 0.0, "count": 0.0, "failed": 3.0,
+    }  # fmt: skip
     assert result["sets"]["math"]["prompts"] == 2.0 and result["sets"]["math"]["count"] == 3.0
+
+
+def test_responses_without_an_answer_are_counted_and_no_evaluation_with_some_is_complete():
+    evals = make(prompts=4, greedy=False, max_attempts=2)
+    evals.publish(v(0))
+    first = evals.lease("g0", v(0), 9, 0.0)
+    for x in first[:3]:
+        evals.put(answers([x], v(0))[0])
+    evals.fail("g0", first[3].lease_id, "x")
+    (again,) = evals.lease("g0", v(0), 9, 0.0)
+    evals.fail("g0", again.lease_id, "x")
+    (result,) = evals.finished
+    # The mean is of the survivors; that it is says the status, and how many are missing the count.
+    assert (result["status"], result["failed"], result["sampled_accuracy"]) == ("cut short", 1, 1.0)
+    record = evaluation_scalars(result)
+    assert (record["eval/sum/failed"], record["eval/sum/count"], record["eval/failed"]) == (1.0, 3.0, 1.0)
+    assert [name for name in record if not is_known(name)] == []
+
+
+def test_rewards_that_need_not_name_an_answer_have_no_share_without_one():
+    for names_answers, extracted, there in ((False, "", False), (False, "6", True), (True, "", True)):
+        evals = make(prompts=1, greedy=False, names_answers=names_answers)
+        evals.publish(v(0))
+        (x,) = evals.lease("g0", v(0), 9, 0.0)
+        answer = EvalAnswer(x.prompt.prompt_id, x.sample, x.greedy, 1.0, 4, "stop", extracted)
+        evals.put(EvalResult(x.eval_id, (0, 0), [answer]))
+        assert ("no_answer" in evals.finished[0]["sets"]["sum"]) is there
+
+
+@pytest.mark.parametrize("changes", [{}, {"greedy": False}, {"samples": 4}, {"samples": 3}])
+def test_the_names_that_can_come_are_those_that_come(changes):
+    section = validate({"model": {"path": "m"}, "eval": {"samples": 2} | changes})
+    kept = {"samples": section.eval.samples, "greedy": section.eval.greedy}
+    prompts = [replace(p, data_source="chain_sum") for p in make_prompts(3, "e")]
+    evals = Evaluations(prompts, Tally(), every=20, **kept)
+    evals.publish(v(0))
+    for i, x in enumerate(evals.lease("g0", v(0), 1000, 0.0)):
+        answer = EvalAnswer(x.prompt.prompt_id, x.sample, x.greedy, float(i % 2), 4, "stop", "6", {"format": 1.0})
+        evals.put(EvalResult(x.eval_id, (0, 0), [answer]))
+    came = evaluation_scalars(evals.finished[0]).keys() - {"eval/version", "eval/epoch", "eval/chain_sum/part/format"}
+    assert set(metric_names(section.task, section.eval)) == came
+    for name in (*came, "eval/chain_sum/part/format", None):
+        check_keep_best(name, section.task, section.eval)
+
+
+def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_can_come():
+    task = {"name": "sources", "eval": [{"path": "a/math.jsonl", "samples": 4}, {"path": "b/math.jsonl"}]}
+    c = validate({"model": {"path": "m"}, "task": task, "eval": {"every": 5, "greedy": False}})
+    for name in ("eval/math-2/avg_at_1", "eval/math/pass_at_2", "eval/math/part/format/strict"):
+        check_keep_best(name, c.task, c.eval)
+    for name, shown in (
+        ("eval/e9/avg_at_4", "eval/sampled_accuracy, .*eval/math/avg_at_4, .*eval/math-2/avg_at_1"),
+        ("eval/math/avg_at_8", "are eval/math/avg_at_4, "), ("eval/math/greedy", "eval/math/maj_at_4"),
+        ("eval/greedy_accuracy", "eval/sampled_accuracy"), ("eval/e9/part/format", "eval/math/avg_at_4"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"learner.keep_best={name}: no evaluation will have such.*{shown}"):
+            check_keep_best(name, c.task, c.eval)
 
 
 def test_what_is_kept_of_many_evaluations_stays_small():

@@ -179,3 +179,24 @@ def test_log_probs_of_what_is_not_shown_do_not_stay_in_memory(run, monkeypatch):
     assert len(find(Wanted(run, order="drift", limit=10)).samples) == 10
     # What is shown, and the dump that was read last.
     assert len(read_so_far) == 16 and alive[0] < 16
+
+
+def test_a_model_folder_that_is_not_there_is_refused(run, tmp_path):
+    with pytest.raises(ConfigError, match=r"--model '.*nope' is no folder"):
+        find(Wanted(run, model=tmp_path / "nope"))
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ({}, "sums, verifier test"),
+        ({"environment": "games.chess:Env"}, "sums, environment games.chess:Env"),
+        ({"reward": "mine:judge"}, "sums, reward mine:judge"),
+    ],
+)
+def test_who_gave_the_reward_is_named(copy, task, said):
+    head = copy / "dumps" / "u2" / "dump.json"
+    tree = json.loads(head.read_text())
+    tree["config"]["task"] |= task
+    head.write_text(json.dumps(tree))
+    assert dict(facts(find(Wanted(copy)).samples[0]))["source"] == said

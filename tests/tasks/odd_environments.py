@@ -54,6 +54,43 @@ class Odd:
         return Step(text, reward=1.0)
 
 
+class NoConstructor:
+    """Has none of its own, so it takes nothing."""
+
+    def step(self, text: str) -> Step:
+        return Step(text)
+
+
+class TakesMore:
+    """Wants what nothing gives."""
+
+    def __init__(self, prompt: str, answer: str, extra: dict[str, Any], budget: int) -> None:
+        raise AssertionError
+
+    def step(self, text: str) -> Step:
+        return Step(text)
+
+
+class OtherOrder:
+    """Names what it takes, in an order of its own."""
+
+    def __init__(self, *, extra: dict[str, Any], answer: str, prompt: str, budget: int = 3) -> None:
+        self.said = f"{prompt}|{answer}|{extra}|{budget}"
+
+    def step(self, text: str) -> Step:
+        return Step(self.said)
+
+
+class OtherNames:
+    """Takes them by position."""
+
+    def __init__(self, question: str, gold: str, row: dict[str, Any]) -> None:
+        self.said = f"{question}|{gold}|{row}"
+
+    def step(self, text: str) -> Step:
+        return Step(self.said)
+
+
 class Waiting:
     """Asynchronous: a step ends when another episode has come to its own."""
 

@@ -88,7 +88,7 @@ def test_a_solution_without_a_mark_is_no_answer(tmp_path: Path) -> None:
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     file = tmp_path / "f.jsonl"
     file.write_text(json.dumps(GOOD) + "\n\n{'problem': 1}\n")
-    assert f"'{file}' line 3 is not JSON: " in refusal(file)
+    assert f"'{file}' line 3 is not JSON: " in refusal(file) and "line 1" not in refusal(file)
 
 
 def test_lines_in_a_json_file_get_the_hint(tmp_path: Path) -> None:
@@ -109,6 +109,14 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "f.csv").write_text("problem,answer\n")
     assert "is empty" in refusal(tmp_path / "f.csv")
     assert "is empty: it has no rows" in refusal(make.dapo(tmp_path / "d.parquet", []))
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_a_csv_with_another_separator_is_refused(tmp_path: Path, mark: str) -> None:
+    (tmp_path / "f.csv").write_text(f"problem{mark}answer\nq,r{mark}1\n")
+    assert f"has {mark!r} between its cells" in refusal(tmp_path / "f.csv")
+    (tmp_path / "f.csv").write_text(f'"problem{mark}",answer\nq,1\n')
+    assert "no prompt column" in refusal(tmp_path / "f.csv")
 
 
 def test_csv_rows_of_another_width_are_refused(tmp_path: Path) -> None:

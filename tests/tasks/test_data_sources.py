@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from asyncrl import tasks
 from asyncrl.errors import TaskError
 from asyncrl.replay.snapshot import data_fingerprint
 from asyncrl.sections.task import SourceSection, TaskSection
+from asyncrl.tasks import rewards
 from asyncrl.tasks.base import Task
 from asyncrl.tasks.names import names_of
 from tests.tasks import data_files as make
@@ -181,9 +183,9 @@ def test_a_gold_that_its_verifier_cannot_use_is_refused(tmp_path: Path, model: P
     path = problems(tmp_path / "p.jsonl", "a", answer="\\frac{1}{2}")
     with pytest.raises(TaskError, match=r"task\.train\[0\]: .*line 1: verifier 'integer' cannot use the answer"):
         build(model, [{"path": path, "verifier": "integer"}])
-    with pytest.raises(TaskError, match=r"task\.train\[0\]\.verifier='maths': no verifier"):
+    with pytest.raises(TaskError, match=r"task\.train\[0\]\.verifier='maths' is no verifier; did you mean 'math'"):
         build(model, [{"path": path, "verifier": "maths"}])
-    with pytest.raises(TaskError, match=r"task\.train\[0\]\.verifier='user': .*is task\.reward, which is not set"):
+    with pytest.raises(TaskError, match=r"task\.train\[0\]\.verifier='user' is task\.reward, which is not set"):
         build(model, [{"path": path, "verifier": "user"}])
 
 
@@ -233,3 +235,79 @@ def test_the_longest_prompt_is_known_without_reading(model: Path) -> None:
     (model / "chat_template.jinja").unlink()
     with pytest.raises(TaskError, match="has no chat template"):
         tasks.longest_prompt(section.model_copy(update={"chat": True}), model)
+
+
+def test_a_source_says_what_its_responses_must_hold(tmp_path: Path, model: Path) -> None:
+    sources = [
+        {"path": problems(tmp_path / "whole.jsonl", "q", answer="12")},
+        {"procedural": "gcd", "size": 8},
+        {"path": problems(tmp_path / "mixed.jsonl", "r", answer="1/2")},
+    ]
+    whole, made, mixed = build(model, sources).notes
+    assert whole.endswith(r"; scored by integer: \boxed{} or a line `Answer: ...`; nothing counts outside of them")
+    assert "; scored by rg_number: what the response marks last" in made and "its last number" in made
+    assert "; scored by math: " in mixed
+    (own,) = build(model, sources[:1], reward="tests.tasks.user_rewards:plain").notes
+    assert own.endswith("; scored by task.reward=tests.tasks.user_rewards:plain")
+    (own,) = build(model, sources[:1], environment="a.b:C").notes
+    assert own.endswith("; scored by task.environment=a.b:C")
+
+
+def test_every_verifier_says_what_it_looks_for() -> None:
+    assert set(rewards.LOOKS_FOR) >= set(rewards.LAZY)
+    assert {"chain_sum", "math", "integer", "gsm8k", "exact", "choice", "json_schema"} <= set(rewards.LOOKS_FOR)
+
+
+def test_an_unknown_verifier_without_a_near_one_is_told_all_but_the_users(tmp_path: Path, model: Path) -> None:
+    source = {"path": problems(tmp_path / "p.jsonl", "q"), "verifier": "zzz"}
+    with pytest.raises(TaskError, match=r"task\.train\[0\]\.verifier='zzz' is no verifier; known are ") as caught:
+        build(model, [source])
+    assert "integer, " in str(caught.value) and "user" not in str(caught.value)
+    with pytest.raises(TaskError, match="rg_word, user, zebra_grid"):
+        build(model, [source], reward="tests.tasks.user_rewards:plain")
+
+
+def test_each_source_is_named_in_the_log_before_it_is_read(
+    tmp_path: Path, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = problems(tmp_path / "p.jsonl", "q")
+    with caplog.at_level("INFO"):
+        build(model, [{"path": path}, {"procedural": "gcd", "size": 8}])
+    said = [r.getMessage() for r in caplog.records]
+    assert said[:2] == [f"task.train[0] p: reading {path!r}", "task.train[1] gcd: making 8 items of gcd"]
+
+
+def games(path: Path, seeds: Sequence[int], **more: Any) -> str:
+    rows = [{"prompt": "Play the game.", "id": f"{path.stem}-{i}", "seed": s, **more} for i, s in enumerate(seeds)]
+    return str(make.jsonl(path, rows))
+
+
+def test_rows_of_one_text_are_different_tasks_of_an_environment(tmp_path: Path, model: Path) -> None:
+    train = {"path": games(tmp_path / "train.jsonl", [1, 2, 3, 3])}
+    held_out = {"path": games(tmp_path / "eval.jsonl", [8])}
+    task = build(model, [train], [held_out], environment="a.b:C")
+    assert [json.loads(p.extra)["seed"] for p in task.train] == [1, 2, 3]
+    assert len({p.prompt_id for p in task.train}) == 3 and task.counts == {"train/duplicate": 1}
+    assert [p.prompt_id for p in task.train] == [p.prompt_id for p in build(model, [train], environment="a.b:C").train]
+    # a subset does not depend on the order of the rows
+    other = {"path": games(tmp_path / "other.jsonl", [3, 2, 1]), "name": "train", "size": 2}
+    chosen = build(model, [train | {"size": 2}], environment="a.b:C").train
+    assert {p.prompt_id for p in chosen} == {p.prompt_id for p in build(model, [other], environment="a.b:C").train}
+
+
+def test_a_held_out_task_of_an_environment_is_refused_for_training(tmp_path: Path, model: Path) -> None:
+    train = {"path": games(tmp_path / "train.jsonl", [1, 2, 3])}
+    with pytest.raises(TaskError, match=r"shares 1 of its questions with task\.train\[0\]"):
+        build(model, [train], [{"path": games(tmp_path / "eval.jsonl", [3])}], environment="a.b:C")
+    # a text that stands for one task in both is that question, whatever else its row says
+    once = {"path": problems(tmp_path / "p.jsonl", "q", "r")}
+    again = {"path": str(make.jsonl(tmp_path / "e.jsonl", [{"problem": "q", "answer": "1", "level": 4}]))}
+    with pytest.raises(TaskError, match=r"shares 1 of its questions"):
+        build(model, [once], [again], environment="a.b:C")
+
+
+def test_answers_make_tasks_of_an_environment_and_conflicts_of_a_verifier(tmp_path: Path, model: Path) -> None:
+    rows = [{"problem": "q", "answer": a} for a in ("1", "2", "2")] + [{"problem": "r", "answer": "3"}]
+    source = {"path": str(make.jsonl(tmp_path / "p.jsonl", rows))}
+    assert [p.answer for p in build(model, [source], environment="a.b:C").train] == ["1", "2", "3"]
+    assert [p.answer for p in build(model, [source]).train] == ["3"]

@@ -223,6 +223,16 @@ def test_pools_refuse_settings_that_cannot_work():
         ("tests.tasks.odd_environments:Gone", "has no class 'Gone'"),
         ("tests.tasks.odd_environments:function", "has no class 'function'"),
         ("tests.tasks.odd_environments:NoStep", r"class 'NoStep' has no method step\(text\)"),
+        (
+            "tests.tasks.odd_environments:NoConstructor",
+            r"class 'NoConstructor' takes \(\), and is called with prompt, answer, extra, by name or else by position; "
+            r"declare __init__\(self, prompt, answer, extra\)",
+        ),
+        ("tests.tasks.odd_environments:TakesMore", r"class 'TakesMore' takes \(prompt: .*, budget: "),
+        (
+            "tests.tasks.import_needs_memory:Odd",
+            r"MemoryError: .*needs more than generator\.reward_memory_bytes; raise",
+        ),
         ("tests.tasks.no_such_module:Odd", "importing 'tests.tasks.no_such_module' failed with ModuleNotFoundError"),
         ("tests.tasks.import_fails:Odd", "failed with ImportError: a library is missing"),
         ("tests.tasks.import_dies:Odd", r"the process that imported it died \(exit status 9\)"),
@@ -237,6 +247,17 @@ def test_the_check_passes_what_works_and_has_a_deadline():
     check(ODD, MEMORY)
     with pytest.raises(TaskError, match=r"importing it took more than 0\.001 s"):
         check(ODD, MEMORY, timeout_s=0.001)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("OtherOrder", "p|a|{'k': 1}|3"), ("OtherNames", "p|a|{'k': 1}")], ids=["by name", "by position"]
+)
+def test_an_environment_takes_the_prompt_by_name_or_by_position(name, said):
+    async def job(pool: EnvironmentPool) -> None:
+        assert (await pool.episode("p", "a", '{"k": 1}').step("x")).observation == said
+
+    check(f"tests.tasks.odd_environments:{name}", MEMORY)
+    with_pool(job, f"tests.tasks.odd_environments:{name}")
 
 
 def test_parts_of_an_episode_are_summed():

@@ -126,6 +126,13 @@ def test_a_set_by_hand():
     }  # fmt: skip
 
 
+def test_the_share_without_an_answer_is_not_measured_where_rewards_name_none():
+    none = [answer("a", 0, 1.0), answer("b", 0, 0.0)]
+    assert summary(none, 1)["no_answer"] == 1.0 and "no_answer" not in summary(none, 1, names_answers=False)
+    some = [*none, answer("a", 0, 1.0, "6", greedy=True)]
+    assert summary(some, 1, names_answers=False)["no_answer"] == 1.0
+
+
 def test_what_is_not_there_yet_is_not_made_up():
     # Prompt b has one of four samples: it counts for the mean and for pass@1 only.
     got = summary([a for a in SET if a.prompt == "a" or a.sample == 0], 4)

@@ -105,7 +105,11 @@ def test_a_large_seed_makes_items() -> None:
     ("name", "options", "error"),
     [
         ("chainsum", {}, r"task.train\[1\].procedural='chainsum' .*did you mean 'chain_sum'"),
-        ("propositional_logic", {}, "procedural='propositional_logic' is no procedure that passed the gate"),
+        (
+            "propositional_logic",
+            {},
+            "procedural='propositional_logic' is a dataset of reasoning-gym that is not enabled: no gold",
+        ),
         (
             "gcd",
             {"min_number": 2},

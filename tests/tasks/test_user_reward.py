@@ -120,7 +120,7 @@ def test_a_reward_that_hangs_has_a_deadline_for_each_call(name: str, lost: int) 
     [
         ("no.such.module:score", "importing 'no.such.module' failed with ModuleNotFoundError"),
         (f"{HERE}:missing", r"user_rewards.py\) has no function 'missing'"),
-        (f"{HERE}:constant", "has a int, which cannot be called, as 'constant'"),
+        (f"{HERE}:constant", "has an int, which cannot be called, as 'constant'"),
         (f"{HERE}:both", "it takes both text and texts"),
         (f"{HERE}:neither", "it takes neither text nor texts"),
         (f"{HERE}:unknown", "nothing is given for its parameter 'gold'; declare text"),

@@ -140,6 +140,8 @@ def test_held_out_sets_have_a_line_each_where_there_is_more_to_say():
     assert "greedy 84% at update 40, cut short" in shown
     assert "chain_sum: avg@1 81% (77% to 85%), greedy 84%" in shown
     assert "math: avg@8 40% (37% to 43%), pass@8 60%, maj@8 50%, greedy 43%, truncated 3%" in shown
+    failing = newest | {"sets": {"math": math | {"failed": 3.0}}}
+    assert "3 without an answer" in text(full(evaluations=[failing]), width=140) and "without an answer" not in shown
     alone = text(full(evaluations=[newest | {"sets": {"math": math}}]), width=140)
     assert "math: avg@8" in alone
     assert "zebra: no answer" in text(full(evaluations=[newest | {"sets": {"zebra": {"count": 0.0}}}]))

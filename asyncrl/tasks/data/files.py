@@ -19,6 +19,7 @@ import xxhash
 
 from asyncrl.errors import TaskError
 from asyncrl.tasks.data.columns import value
+from asyncrl.tasks.words import with_article
 
 SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
@@ -145,7 +146,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError) as exc:
-                    raise TaskError(f"{where} is not JSON: {exc}") from exc
+                    # The position of the reader counts from the beginning of the line that `where` names.
+                    why = f"{exc.msg} at column {exc.colno}" if isinstance(exc, json.JSONDecodeError) else str(exc)
+                    raise TaskError(f"{where} is not JSON: {why}") from exc
                 yield Row(where, _mapping(row, where))
 
 
@@ -166,10 +169,15 @@ def _json(path: Path) -> Iterator[Row]:
 
 def _csv_columns(path: Path) -> list[str]:
     """Names of the first line, each as often as it stands there; none of a file without rows."""
-    if next(_csv(path), None) is None:
-        return []
     with path.open(encoding="utf-8-sig", newline="") as handle:
-        return list(csv.DictReader(handle, strict=True).fieldnames or ())
+        names = list(csv.DictReader(handle, strict=True).fieldnames or ())
+    other = next((mark for mark in (";", "\t", "|") if len(names) == 1 and mark in names[0]), None)
+    if other is not None:
+        raise TaskError(
+            f"{str(path)!r} has {other!r} between its cells (its first line is {names[0][:80]!r}), and only commas are "
+            "read; write it with commas, or as .jsonl"
+        )
+    return [] if next(_csv(path), None) is None else names
 
 
 def _csv(path: Path) -> Iterator[Row]:
@@ -189,7 +197,7 @@ def _csv(path: Path) -> Iterator[Row]:
 
 def _mapping(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise TaskError(f"{where} is a {type(row).__name__}, where an object with columns belongs")
+        raise TaskError(f"{where} is {with_article(type(row).__name__)}, where an object with columns belongs")
     return row
 
 

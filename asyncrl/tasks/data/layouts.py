@@ -36,10 +36,12 @@ Kind = Literal["plain", "grid", "choice"]
 @dataclass(frozen=True)
 class Wants:
     """What the task needs of a row. answers: a gold, which a user's own reward may do without. columns: all of them,
-    as a user's reward or environment may read any."""
+    as a user's reward or environment may read any. tasks: rows of one prompt with different other columns are
+    different tasks, as they are for an environment."""
 
     answers: bool = True
     columns: bool = False
+    tasks: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,13 @@ class Layout:
     @property
     def keys(self) -> tuple[str, ...]:
         """Paths of the values that make two rows different."""
+        if self.wants.tasks:
+            return self.columns
+        return self._used
+
+    @property
+    def _used(self) -> tuple[str, ...]:
+        """Paths of the prompt and of its answer."""
         more = {"plain": (GAME,) if self.answer == ANSWERS[0] else (), "grid": (), "choice": ("question", "choices")}
         return tuple(k for k in (self.prompt, self.answer, *more[self.kind]) if k and _has(self.columns, k))
 
@@ -65,7 +74,7 @@ class Layout:
         """Columns to read."""
         if self.wants.columns:
             return self.columns
-        used = {find(k, self.columns) or find(k.partition(".")[0], self.columns) for k in self.keys}
+        used = {find(k, self.columns) or find(k.partition(".")[0], self.columns) for k in self._used}
         return tuple(c for c in self.columns if c in used or c.lower() not in _BULKY)
 
     def item(self, values: Values, where: str) -> Item:
@@ -135,7 +144,7 @@ class Layout:
 
     def _extra(self, values: Values, where: str) -> str:
         """The other columns as JSON: all of them where a user's code may read them, else the short ones."""
-        used = {(find(k, self.columns) or find(k.partition(".")[0], self.columns)) for k in self.keys}
+        used = {(find(k, self.columns) or find(k.partition(".")[0], self.columns)) for k in self._used}
         name = next((v for k in IDS if (v := value(values, k)) is not None), None)
         if self.wants.columns:
             prompt = find(self.prompt, self.columns)

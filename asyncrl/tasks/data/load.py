@@ -16,6 +16,7 @@ from asyncrl.sections.task import SourceSection
 from asyncrl.tasks.base import Item
 from asyncrl.tasks.data.files import File, Row, Seen, expand
 from asyncrl.tasks.data.layouts import Layout, Wants, detect
+from asyncrl.tasks.identity import besides
 
 _FIRST = 4
 """Rows of each file that are read to see whether they can be."""
@@ -25,7 +26,8 @@ def load(source: SourceSection, key: str, wants: Wants) -> tuple[list[Item], Cou
     """Items with different prompts in the order of the rows, and counts: rows, duplicate, conflicting.
 
     duplicate: rows that repeat a prompt with its answer. conflicting: rows of prompts that stand there with several
-    different answers; nobody knows which one is right, so none is taken. key: `task.train[0]`. Raises TaskError that
+    different answers; nobody knows which one is right, so none is taken. With wants.tasks they are different tasks
+    instead, as rows are that differ in other columns. key: `task.train[0]`. Raises TaskError that
     names the file, the row and the column.
     """
     seen, counts = Seen(), Counter[str]()
@@ -34,7 +36,7 @@ def load(source: SourceSection, key: str, wants: Wants) -> tuple[list[Item], Cou
         file = _open(path, key)
         layout = detect(file.columns, source, key, str(path), wants)
         for row in file.rows(layout.wanted, layout.keys, seen):
-            _add(found, _item(layout, row), counts)
+            _add(found, _item(layout, row), counts, wants.tasks)
     counts["rows"] = seen.rows
     counts["duplicate"] += seen.repeats
     return [item for item in found.values() if item is not None], counts
@@ -59,8 +61,9 @@ def _item(layout: Layout, row: Row) -> Item:
         raise TaskError(f"{row.where} has a value that is nested too deeply") from exc
 
 
-def _add(found: dict[bytes, Item | None], item: Item, counts: Counter[str]) -> None:
+def _add(found: dict[bytes, Item | None], item: Item, counts: Counter[str], tasks: bool) -> None:
     said = "\0".join(f"{role}\0{' '.join(text.split())}" for role, text in item.messages or (("user", item.text),))
+    said += f"\0{besides(item)}" if tasks else ""
     digest = xxhash.xxh3_128_digest(said.encode("utf-8", "surrogatepass"))
     if digest not in found:
         found[digest] = item

@@ -18,6 +18,10 @@ from typing import Any
 from asyncrl.parent import serve_only
 from asyncrl.tasks.environments.step import step_of
 from asyncrl.tasks.processes import Channel, encode, limit_memory
+from asyncrl.tasks.words import memory_hint
+
+CONTEXT = ("prompt", "answer", "extra")
+"""What an environment is made of."""
 
 
 def main(argv: list[str]) -> int:
@@ -41,13 +45,35 @@ def _find(name: str) -> tuple[type[Any] | None, str]:
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as exc:  # importing runs foreign code
-        return None, f"importing {module_name!r} failed with {type(exc).__name__}: {str(exc)[:500]}"
+        return None, f"importing {module_name!r} failed with {type(exc).__name__}: {str(exc)[:500]}{memory_hint(exc)}"
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         return None, f"{module_name!r} has no class {class_name!r}"
     if not callable(getattr(found, "step", None)):
         return None, f"class {class_name!r} has no method step(text)"
-    return found, ""
+    return (found, "") if _way(found) else (None, f"class {class_name!r} {_cannot_be_made(found)}")
+
+
+def _way(made: type[Any]) -> str:
+    """How the class takes prompt, answer and extra: `name`, `position`, or "" for neither."""
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):  # of a class that is not written in Python
+        return "position"
+    for way in ("name", "position"):
+        try:
+            signature.bind(*(CONTEXT if way == "position" else ()), **dict.fromkeys(CONTEXT if way == "name" else ()))
+        except TypeError:
+            continue
+        return way
+    return ""
+
+
+def _cannot_be_made(found: type[Any]) -> str:
+    return (
+        f"takes {inspect.signature(found)}, and is called with {', '.join(CONTEXT)}, by name or else by position; "
+        "declare __init__(self, prompt, answer, extra)"
+    )
 
 
 def _is_asynchronous(found: type[Any]) -> bool:
@@ -58,7 +84,7 @@ class _Server:
     """The episodes of this process. An asynchronous environment has several calls running at a time."""
 
     def __init__(self, made: type[Any], sock: socket.socket) -> None:
-        self._class, self._channel = made, Channel(sock)
+        self._class, self._way, self._channel = made, _way(made), Channel(sock)
         self._episodes: dict[int, Any] = {}
         self._sending = asyncio.Lock()
 
@@ -87,7 +113,9 @@ class _Server:
             extra = json.loads(message["extra"]) if message["extra"] else {}
             if not isinstance(extra, dict):
                 raise ValueError(f"the extra of the prompt is {type(extra).__name__}, expected a JSON object")
-            self._episodes[episode] = self._class(message["prompt"], message["answer"], extra)
+            given = dict(zip(CONTEXT, (message["prompt"], message["answer"], extra), strict=True))
+            by_name = self._way == "name"
+            self._episodes[episode] = self._class(**given) if by_name else self._class(*given.values())
             return {}
         if message["call"] == "close":
             environment = self._episodes.pop(episode, None)

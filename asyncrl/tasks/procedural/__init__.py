@@ -9,6 +9,8 @@ only who builds items or checks options pays it.
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -18,10 +20,15 @@ from typing import Any
 from asyncrl.errors import TaskError
 from asyncrl.tasks.base import Item
 from asyncrl.tasks.procedural import grids
-from asyncrl.tasks.procedural.names import NAMES, ZEBRA_GRID, rule_of
+from asyncrl.tasks.procedural.names import NAMES, NOT_ENABLED, ZEBRA_GRID, rule_of
 from asyncrl.tasks.rewards import score, verifier
 
 __all__ = ["NAMES", "check", "held_out_text", "items"]
+
+log = logging.getLogger(__name__)
+
+SAY_EVERY_S = 15.0
+"""Seconds between two lines about a set that is being made."""
 
 # Each seed owns 2^32 generator seeds, cut into ranges as for chain_sum.
 _SEED_STRIDE = 2**32
@@ -42,6 +49,11 @@ def check(name: str, options: Mapping[str, object], key: str = "source") -> None
 
     Without options, and for zebra_grid, this is cheap; else reasoning-gym is imported.
     """
+    if name in NOT_ENABLED:
+        raise TaskError(
+            f"{key}.procedural={name!r} is a dataset of reasoning-gym that is not enabled: {NOT_ENABLED[name]} "
+            "(docs/procedural.md lists those that are)"
+        )
     if name not in NAMES:
         near = get_close_matches(name, NAMES, 1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else "docs/procedural.md lists them"
@@ -67,7 +79,11 @@ def items(
     start = seed * _SEED_STRIDE + (_HELD_OUT_RANGE if held_out else _TRAIN_RANGE)
     found: dict[str, Item] = {}
     most = 1000 + _PATIENCE * size
-    for item in islice(_draw(name, options, start, key), most):
+    said_at = time.monotonic()
+    for drawn, item in enumerate(islice(_draw(name, options, start, key), most)):
+        if time.monotonic() - said_at >= SAY_EVERY_S:
+            log.info("%s: made %d of %d items of %s so far, in %d draws", key, len(found), size, name, drawn)
+            said_at = time.monotonic()
         if held_out_text(item.text) is held_out and item.text not in found and _usable(item):
             found[item.text] = item
             if len(found) == size:

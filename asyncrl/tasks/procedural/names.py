@@ -35,6 +35,28 @@ RULES: dict[str, str] = {name: rule for rule, names in _BY_RULE.items() for name
 NAMES: tuple[str, ...] = tuple(sorted({*RULES, ZEBRA_GRID}))
 """All procedures that a source may name."""
 
+_WHY_NOT: dict[str, str] = {
+    "boxnet graph_color propositional_logic rubiks_cube rush_hour": "no gold answer to compare with",
+    "cryptarithm countdown jugs kakurasu knight_swap letter_jumble n_queens palindrome_generation puzzle24 "
+    "quantum_lock sentence_reordering shortest_path sokoban survo tower_of_hanoi": (
+        "several right answers; only the library's scorer knows them, and it pays for parts"
+    ),
+    "intermediate_integration simple_integration complex_arithmetic codeio group_anagrams palindrome_partitioning "
+    "advanced_geometry": "answers of one meaning in many forms, for which there is no rule here",
+    "coin_flip number_format power_function": (
+        "rounding: the answer has more or other digits than the question asks for"
+    ),
+    "isomorphic_strings polynomial_multiplication ransom_note word_ladder": (
+        "items differ from process to process with the same seed"
+    ),
+    "pool_matrix": "refuses seeds above 2^32, so its sets cannot be kept apart",
+    "list_functions": "up to a second per item",
+    "composite": "several sources with weights do the same, each by its own rule",
+}
+
+NOT_ENABLED: dict[str, str] = {name: why for names, why in _WHY_NOT.items() for name in names.split()}
+"""Datasets of reasoning-gym that no source may name -> why."""
+
 _WHOLE = re.compile(r"-?\d+")
 
 

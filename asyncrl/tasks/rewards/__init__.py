@@ -14,7 +14,7 @@ from asyncrl.tasks.rewards import schema, texts
 from asyncrl.tasks.rewards.base import MAX_EXTRACTED, Verdict, Verifier
 from asyncrl.tasks.rewards.mathematics import load, score_math
 
-__all__ = ["LAZY", "USER", "VERIFIERS", "Verdict", "Verifier", "judge", "prepare", "score", "verifier"]
+__all__ = ["LAZY", "LOOKS_FOR", "USER", "VERIFIERS", "Verdict", "Verifier", "judge", "prepare", "score", "verifier"]
 
 USER = "user"
 """Stands for task.reward, which only workers that were started with it have (asyncrl.tasks.user_reward)."""
@@ -38,6 +38,23 @@ LAZY: dict[str, str] = {
     **{f"rg_{rule}": f"asyncrl.tasks.procedural.rules:{rule.upper()}" for rule in RULES},
 }
 """Verifiers of modules that are loaded when they are used."""
+
+_MARKED = r"what the response marks last, by \boxed{}, <answer></answer> or `Answer: ...`"
+LOOKS_FOR: dict[str, str] = {
+    "chain_sum": "the number after the last #",
+    "last_integer": "the last whole number of the response",
+    "math": r"\boxed{} or a line `Answer: ...`, without one the last whole number or the last line",
+    "integer": r"\boxed{} or a line `Answer: ...`; nothing counts outside of them",
+    "gsm8k": "the number after the last ####, without one the last number",
+    "exact": r"\boxed{} or a line `Answer: ...`, without one the whole response",
+    "choice": r"a letter in \boxed{} or `Answer: ...`, without one in `answer is B`, `option B` or the last `(B)`",
+    "json_schema": "the last complete JSON object or list",
+    "zebra_grid": "the last JSON object with a `solution`",
+    **{f"rg_{rule}": f"{_MARKED}, without a mark its last line" for rule in RULES},
+    "rg_number": f"{_MARKED}, without a mark its last number",
+    "rg_grid": f"{_MARKED}, without a mark its last lines",
+}
+"""What each verifier looks for in a response: what else it holds earns nothing (docs/verifiers.md)."""
 
 
 def verifier(source: str) -> Verifier:
