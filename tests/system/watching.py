@@ -12,8 +12,15 @@ from asyncrl.watch.client import find
 from asyncrl.watch.show import show
 
 
+def _generators(record):
+    """Those that a record names."""
+    return {n.split("/")[1] for n in record if n.endswith("/in_flight")}
+
+
 def assert_status_agrees(run):
     """`asyncrl status --json` of a run that has records: the newest one, number by number, and what follows from it."""
+    # The first records come before the first heartbeat; the newest ones may not have reached replay yet.
+    run.wait_for(lambda: len(run.updates()) > 4 and all(map(_generators, run.updates()[-4:])))
     out = io.StringIO()
     assert show(find(str(run.folder)), True, 30.0, Console(file=out, width=100)) == 0, out.getvalue()
     found = json.loads(out.getvalue())
@@ -30,7 +37,7 @@ def assert_status_agrees(run):
     assert derived["learning"]["reward"] == record["policy/reward"]
     assert derived["tokens_per_s"]["learner"] == record["throughput/learner_tokens_per_s"]
     # One that joined since the newest record is not in it yet.
-    recorded = {n.split("/")[1] for n in record if n.endswith("/in_flight")}
+    recorded = _generators(record)
     assert recorded and recorded <= set(derived["generators"])
     assert all(derived["generators"][g]["alive"] and derived["generators"][g]["version"] for g in recorded)
 
