@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from asyncrl.errors import ConfigError, TaskError
 from asyncrl.evaluate.answers import Answers, Record
 from asyncrl.evaluate.questions import Key
 from asyncrl.generator.episodes import Episodes
+from asyncrl.generator.leave import until_signal
 from asyncrl.generator.open_engine import open_engine
 from asyncrl.generator.role import episodes_of
 from asyncrl.generator.rollout import rollouts
@@ -43,30 +43,10 @@ def ask(config: Config, missing: Missing, answers: Answers, told: Callable[[], N
     EngineError as `open_engine`, and ConfigError for rewards that cannot be loaded; EngineError and TaskError of one
     response end all. What was answered by then stays.
     """
-    return asyncio.run(_serve(config, missing, answers, told))
+    return asyncio.run(until_signal(_ask_all(config, missing, answers, told)))
 
 
-async def _serve(config: Config, missing: Missing, answers: Answers, told: Callable[[], None]) -> int:
-    loop, task, signals = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
-    assert task is not None
-
-    def stop(number: int) -> None:
-        signals.append(number)
-        if len(signals) == 1:  # a second one must not cut the end short
-            task.cancel()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        await _ask_all(config, missing, answers, told)
-    except asyncio.CancelledError:
-        if not signals:
-            raise
-        return 128 + signals[0]
-    return 0
-
-
-async def _ask_all(config: Config, missing: Missing, answers: Answers, told: Callable[[], None]) -> None:
+async def _ask_all(config: Config, missing: Missing, answers: Answers, told: Callable[[], None]) -> int:
     model, g = config.model.path, config.generator
     info = describe(model)
     sampling = SamplingParams(config.sampling.temperature, config.sampling.max_new_tokens, read_stop_token_ids(model))
@@ -88,6 +68,7 @@ async def _ask_all(config: Config, missing: Missing, answers: Answers, told: Cal
                     break
                 last = attempt == config.replay.max_attempts
                 missing = await _pass(asker, missing, answers, told, last, rows if attempt == 1 else alone)
+    return 0
 
 
 async def _pass(

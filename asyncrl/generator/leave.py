@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
+from collections.abc import Awaitable
 
 from asyncrl import wire
 from asyncrl.errors import TransportError
@@ -30,6 +32,26 @@ async def cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_signal(job: Awaitable[int]) -> int:
+    """The status of the job, or 128 + n after SIGTERM or SIGINT, which cancels it once; its end may take its time."""
+    loop, task, signals = asyncio.get_running_loop(), asyncio.current_task(), list[int]()
+    assert task is not None
+
+    def stop(number: int) -> None:
+        signals.append(number)
+        if len(signals) == 1:  # a second one must not cut the end short
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await job
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+        return 128 + signals[0]
 
 
 async def say(link: Link, exc: BaseException) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.generator.episodes import Episodes
+from asyncrl.generator.leave import until_signal
 from asyncrl.generator.loop import Generator
 from asyncrl.generator.open_engine import open_engine
 from asyncrl.generator.sample import Sampler
@@ -28,24 +29,8 @@ async def serve(config: Config, run_dir: Path, generator_id: str, info: ModelInf
     """
     model = config.generator.model or config.model.path
     sampling = SamplingParams(config.sampling.temperature, config.sampling.max_new_tokens, read_stop_token_ids(model))
-    loop = asyncio.get_running_loop()
-    opening, early = asyncio.current_task(), list[int]()
-    assert opening is not None
-
-    def stop_early(number: int) -> None:
-        early.append(number)
-        if len(early) == 1:  # a second one must not cut the end short
-            opening.cancel()
-
     # A server may take minutes to start, and has to be ended in order then, too.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop_early, number)
-    try:
-        return await _serve(config, run_dir, generator_id, info, model, sampling)
-    except asyncio.CancelledError:
-        if not early:
-            raise
-        return 128 + early[0]
+    return await until_signal(_serve(config, run_dir, generator_id, info, model, sampling))
 
 
 async def _serve(

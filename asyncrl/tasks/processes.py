@@ -107,3 +107,32 @@ class Child:
         """Kill and close the socket. Nobody may be waiting on it."""
         self.kill()
         self.channel.sock.close()
+
+
+def first_word(child: Child, key: str, memory_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """What a worker says once it has imported the user's code; ends the worker. Waits at most timeout_s.
+
+    key: the setting with its value. memory_bytes: its generator.reward_memory_bytes. Raises TaskError with the remedy
+    when it says nothing in time, or dies.
+    """
+    try:
+        return asyncio.run(_first_word(child, timeout_s))
+    except TimeoutError as exc:
+        raise TaskError(
+            f"{key}: importing it took more than {timeout_s:g} s; import less, or later. It may also need more than "
+            f"generator.reward_memory_bytes={memory_bytes}"
+        ) from exc
+    except ConnectionError as exc:
+        child.kill()
+        raise TaskError(
+            f"{key}: the process that imported it died (exit status {child.process.returncode}); its output is above. "
+            f"It may have needed more than generator.reward_memory_bytes={memory_bytes}"
+        ) from exc
+    finally:
+        child.close()
+
+
+async def _first_word(child: Child, timeout_s: float) -> dict[str, Any]:
+    async with asyncio.timeout(timeout_s):
+        first: dict[str, Any] = await child.channel.receive()
+        return first

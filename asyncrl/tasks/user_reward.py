@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asyncrl.errors import TaskError
-from asyncrl.tasks.processes import Child
+from asyncrl.tasks.processes import Child, first_word
 from asyncrl.tasks.rewards.base import MAX_EXTRACTED, Verdict
 from asyncrl.tasks.words import memory_hint, with_article
 
@@ -110,29 +110,9 @@ class UserReward:
 def check(name: str, memory_bytes: int, timeout_s: float = 60.0) -> None:
     """Load the function in a worker, as the run will. Raises TaskError: key, value, reason and remedy."""
     child = Child("asyncrl.tasks.worker", "asyncrl.tasks.rewards:judge", str(memory_bytes), name)
-    try:
-        first = asyncio.run(_first(child, timeout_s))
-    except TimeoutError as exc:
-        raise TaskError(
-            f"task.reward={name}: importing it took more than {timeout_s:g} s; import less, or later. It may also need "
-            f"more than generator.reward_memory_bytes={memory_bytes}"
-        ) from exc
-    except ConnectionError as exc:
-        child.kill()
-        raise TaskError(
-            f"task.reward={name}: the process that imported it died (exit status {child.process.returncode}); its "
-            f"output is above. It may need more than generator.reward_memory_bytes={memory_bytes}"
-        ) from exc
-    finally:
-        child.close()
+    first = first_word(child, f"task.reward={name}", memory_bytes, timeout_s)
     if "failed" in first:
         raise TaskError(first["failed"])
-
-
-async def _first(child: Child, timeout_s: float) -> dict[str, Any]:
-    async with asyncio.timeout(timeout_s):
-        first: dict[str, Any] = await child.channel.receive()
-        return first
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -26,6 +26,7 @@ from asyncrl.replay.tally import Tally
 from asyncrl.types import Version
 from asyncrl.wire import EvalAnswer, EvalResult
 from tests.helpers.ranks import free_port, run_ranks
+from tests.learner.best_worker import Told
 from tests.replay.support import make_prompts
 
 METRIC = "eval/greedy_accuracy"
@@ -429,19 +430,6 @@ def test_a_policy_that_is_not_finite_is_no_candidate(config, caplog):
     tell(best, 0, 0.5)
     best.settle(0)
     assert held(config)[0] is None and "w is not finite" in caplog.text
-
-
-class Told:
-    """A publisher that writes nothing, or fails."""
-
-    def __init__(self):
-        self.counters = {}
-
-    def publish(self, version, weights):
-        return f"source of {version}"
-
-    def close(self):
-        pass
 
 
 def test_what_is_kept_is_what_was_published_and_can_be_loaded_and_exported(model_dir, made, world, tmp_path):
