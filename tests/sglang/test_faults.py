@@ -46,6 +46,7 @@ def sender_of(run):
     return found[-1] if found else None
 
 
+@pytest.mark.long
 def test_a_server_killed_in_the_middle_of_its_groups_comes_back(sglang_run):  # noqa: F811
     run = sglang_run("killed", **LONG)
     run.wait_for(lambda: len(run.updates()) >= 3, 400)

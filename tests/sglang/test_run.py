@@ -46,7 +46,7 @@ def assert_agrees(updates):
         assert r["drift/mean"] <= 1e-3 and r["mismatch/kl_k3"] < 1e-8 and r["mismatch/f_1.2"] == 0
 
 
-@pytest.mark.parametrize("carrier", ["collective", "disk"])
+@pytest.mark.parametrize("carrier", ["collective", pytest.param("disk", marks=pytest.mark.long)])
 def test_on_policy_both_sides_agree_and_nothing_is_left(sglang_run, carrier):
     run = sglang_run("onpolicy", **ON_POLICY, **{"weights.carrier": carrier})
     run.wait_for(lambda: len(run.updates()) >= 1, 400)
