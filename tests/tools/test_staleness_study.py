@@ -72,7 +72,7 @@ def test_the_command_line_refuses_it_with_status_2(tmp_path: Path, capsys: pytes
 def test_every_method_and_regime_is_a_config_that_asyncrl_accepts() -> None:
     from study.plan import METHODS, REGIMES
 
-    for method, regime in [*((m, "async16") for m in METHODS), *(("tis", r) for r in REGIMES)]:
+    for method, regime in [*((m, "async16x4") for m in METHODS), *(("tis", r) for r in REGIMES)]:
         config = read(arguments(Cell(method, regime, "healthy", "fp32", 1), Size(), "runs"))
         assert config.learner.updates % config.staleness.updates_per_take == 0
         assert config.eval.every % config.staleness.sync_every == 0

@@ -142,11 +142,11 @@ class Lab:
         return asyncio.run(all_of_them())
 
     def _group(self, i: int, prompt: Prompt, completions: Sequence[Completion]) -> Group:
-        trajectories = []
+        trajectories, keeps = [], self.config.algorithm.routes == "r3"
         for j, done in enumerate(completions):
             reward = score(prompt.source, self._decoder.decode(done.token_ids), prompt.answer)
             name = f"{prompt.prompt_id}#{i}.{j}"
-            trajectories.append(to_trajectory(done, name, len(prompt.token_ids), reward, self.info, False, self.stops))
+            trajectories.append(to_trajectory(done, name, len(prompt.token_ids), reward, self.info, keeps, self.stops))
         return Group(
             f"{prompt.prompt_id}#{i}", prompt, "g0", 0, self.config.sampling.temperature, tuple(trajectories)
         )  # fmt: skip

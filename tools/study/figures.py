@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from statistics import fmean, median
 from typing import Any
 
@@ -20,7 +21,8 @@ from study.tables import estimate, grouped, probe_values
 
 Methods = Mapping[str, Mapping[int, Result]]
 
-COLOURS = dict(zip(METHODS, plt.get_cmap("tab20").colors[::2] + plt.get_cmap("tab20").colors[1::2], strict=False))
+_PALETTE = plt.get_cmap("tab20").colors
+COLOURS = dict(zip(METHODS, cycle(_PALETTE[::2] + _PALETTE[1::2]), strict=False))
 LOGARITHMIC = ("kl_k3", "gradient norm")
 SMOOTH = 5
 """Updates that a curve is averaged over."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 RDC = ("algorithm.rdc.mode=filter", "algorithm.rdc.signal=drift")
@@ -20,8 +21,14 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     "behaviour_rdc": ("behaviour", RDC),
     "behaviour_random": ("behaviour", ("algorithm.rdc.mode=random",)),
     "truth_tis": ("tis", ()),
+    "tis_sequence_mean": ("tis", ("algorithm.aggregation=sequence_mean",)),
+    "tis_constant": ("tis", ("algorithm.aggregation=constant",)),
 }
 """Name: file of configs/methods, and settings over it. truth_tis is tis without the faulty generator's responses."""
+
+FILES = tuple(sorted(file.stem for file in (Path(__file__).parents[2] / "configs/methods").glob("*.yaml")))
+"""Every file of configs/methods is a method of its own name, too."""
+METHODS |= {name: (name, ()) for name in FILES if name not in METHODS}
 
 REGIMES: dict[str, tuple[int, int, int]] = {
     "on_policy": (1, 1, 0),
@@ -30,8 +37,10 @@ REGIMES: dict[str, tuple[int, int, int]] = {
     "async4": (4, 1, 4),
     "async8": (4, 1, 8),
     "async16": (4, 1, 16),
+    "async16x4": (4, 4, 16),
 }
-"""Name: staleness.sync_every, updates_per_take, max_lag. batch_over_16 is the papers' (R, R/16)."""
+"""Name: staleness.sync_every, updates_per_take, max_lag. batch_over_16 is the papers' (R, R/16). Only where a take
+makes several updates does pi_old differ from pi."""
 
 FLEETS = ("healthy", "mixed_lags", "faulty")
 """mixed_lags: lags 0 to 16 evenly in one batch. faulty: one generator of eight is broken."""

@@ -21,12 +21,12 @@ from asyncrl.algos.select import unit_signal
 from asyncrl.config import Config
 from asyncrl.learner.batch import Row, collate
 from asyncrl.learner.mismatch_rows import mismatch_columns, mismatch_of
-from asyncrl.learner.objective import LossSums, Totals, batch_loss
+from asyncrl.learner.objective import LossSums, Tokens, Totals, batch_loss
 from asyncrl.learner.score import plan, score
 from asyncrl.learner.shard import Policy
 from asyncrl.learner.table import Table, gather, row_columns, row_names
 from asyncrl.learner.update import choose
-from asyncrl.sections.training import AlgorithmSection
+from asyncrl.sections.algorithm import AlgorithmSection
 from asyncrl.types import ModelInfo
 from study.emulate import WORLD
 
@@ -81,8 +81,9 @@ def _direction(
 ) -> Tensor:  # fmt: skip
     batch = collate(rows, index, info, True, False)
     logp, _, _ = policy(batch)
+    tokens_of = Tokens(logp, logp.detach(), batch.rollout_logp, advantages[index].float(), batch.predict_mask)
     loss = batch_loss(
-        logp, logp.detach(), batch.rollout_logp, advantages[index].float(), batch.predict_mask, a,
+        tokens_of, a,
         Totals(tokens, float(len(rows)), 0.0), LossSums(),
     )  # fmt: skip
     gradients = torch.autograd.grad(loss, list(parameters), allow_unused=True)

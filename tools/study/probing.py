@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from asyncrl.sections.training import AlgorithmSection
+from asyncrl.sections.algorithm import AlgorithmSection
 from study.emulate import Lab, Sampling, restore, save, study_config, trajectory
 from study.faults import FAULTS, Kind
 from study.plan import GROUPS, SIZE, Size

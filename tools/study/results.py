@@ -26,6 +26,8 @@ CURVES = {
     "drift": "drift/mean",
     "lag": "staleness/lag_mean",
     "dropped": "filter/dropped",
+    "clipped": "policy/clip_fraction",
+    "weight": "mismatch/weight_mean",
 }
 """Name in figures: metric."""
 
