@@ -11,12 +11,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from asyncrl import rules_algorithm
 from asyncrl.config import Config, load_config, save_config, to_yaml, validate
 from asyncrl.errors import AsyncRLError, ConfigError
 from asyncrl.evaluate import command as evaluation
 from asyncrl.lens import command as lens
 from asyncrl.samples import command as samples
 from asyncrl.watch import commands
+
+log = logging.getLogger(__name__)
 
 HELP = "Asynchronous RL for Mixture-of-Experts policies. Try: asyncrl run configs/quickstart.yaml"
 
@@ -53,6 +56,12 @@ def _role(name: str) -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 
+def _warn(config: Config) -> None:
+    """What is unusual about the method; by whoever starts the learner, so once in a run."""
+    for note in rules_algorithm.notes(config):
+        log.warning("%s", note)
+
+
 def _prepare(config: Config, weights: bool = True, generates: bool = False) -> Path:
     """Checks that need the model folder, then the run folder with the resolved config.
 
@@ -83,6 +92,7 @@ def run(
     config = read(arguments)
     if resume:
         config = located(config, [a for a in arguments if "=" not in a])
+    _warn(config)
     raise typer.Exit(supervise(config, resume, [a for a in arguments if "=" in a]))
 
 
@@ -128,6 +138,7 @@ def learn(arguments: Arguments) -> None:
     config = read(arguments)
     ensure_environment(config.learner.threads)
     if "RANK" not in os.environ:
+        _warn(config)
         # Alone, it is its own torchrun with learner.ranks ranks.
         from asyncrl.launcher import STANDALONE
 
@@ -167,6 +178,7 @@ def config(
             print(line)
         return
     resolved = read(arguments or [])
+    _warn(resolved)
     preflight(resolved)
     print(to_yaml(resolved), end="")
     for field, text in summary(resolved.model.path).items():

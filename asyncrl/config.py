@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from asyncrl import rules, rules_engine
 from asyncrl.errors import ConfigError
 from asyncrl.sections.alarms import AlarmsSection
+from asyncrl.sections.algorithm import AlgorithmSection
 from asyncrl.sections.base import Section
 from asyncrl.sections.fleet import (
     EvalSection,
@@ -30,7 +31,7 @@ from asyncrl.sections.fleet import (
 from asyncrl.sections.policy import ModelSection, SamplingSection
 from asyncrl.sections.sentinel import SentinelSection
 from asyncrl.sections.task import TaskSection
-from asyncrl.sections.training import AlgorithmSection, LearnerSection, StalenessSection
+from asyncrl.sections.training import LearnerSection, StalenessSection
 from asyncrl.suggest import explain
 
 SHOWN = 2000

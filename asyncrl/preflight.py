@@ -9,7 +9,7 @@ import logging
 import os
 from pathlib import Path
 
-from asyncrl import preflight_sglang, rules_engine
+from asyncrl import preflight_reference, preflight_sglang, rules_algorithm, rules_engine
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, TaskError, TransportError
 from asyncrl.models.describe import describe, max_length
@@ -44,6 +44,9 @@ def preflight(config: Config, weights: bool = True, generates: bool = False, dat
         problems += _weight_faults(config)
     if generates:
         problems += _user_code_faults(config)
+    # Of all roles the learner alone reads it; `asyncrl run` and `asyncrl config` check for it.
+    if weights and (data or not generates):
+        problems += _reference_faults(config)
     for check in (_check_length, _check_task, lambda c: _check_memory(c, info), _check_network, _check_folders):
         if check is _check_task and not data:
             continue
@@ -74,6 +77,19 @@ def _user_code_faults(config: Config) -> list[str]:
     except TaskError as exc:
         problems.append(str(exc))
     return problems
+
+
+def _reference_faults(config: Config) -> list[str]:
+    """Why the reference policy cannot be used, at most a sentence."""
+    kl = config.algorithm.kl
+    if not kl.coef or kl.reference is None:
+        return []
+    try:
+        longest = _longest_prompt(config) + config.sampling.max_new_tokens
+        preflight_reference.check(kl.reference, config.model.path, longest)
+    except ConfigError as exc:
+        return [str(exc)]
+    return []
 
 
 def _weight_faults(config: Config) -> list[str]:
@@ -147,10 +163,16 @@ def _check_models(config: Config) -> ModelInfo:
                     "or leave generator.model unset"
                 )
     if not info.is_moe:
-        if config.algorithm.routes == "r3":
+        if config.algorithm.replays:
             raise ConfigError(
-                f"algorithm.routes=r3 needs a Mixture-of-Experts model, but model.path={config.model.path!r} is "
-                "dense; set algorithm.routes=native"
+                f"algorithm.routes={config.algorithm.routes} needs a Mixture-of-Experts model, but "
+                f"model.path={config.model.path!r} is dense; set algorithm.routes=native"
+            )
+        if config.algorithm.compares_routers:
+            raise ConfigError(
+                f"algorithm.correction.kind={config.algorithm.correction.kind} compares routers and needs a "
+                f"Mixture-of-Experts model, but model.path={config.model.path!r} is dense; set "
+                f"{rules_algorithm.correction_off(config.algorithm)}"
             )
         if config.algorithm.rdc.mode != "off":
             raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from asyncrl import rules_task
+from asyncrl import rules_algorithm, rules_task
 
 if TYPE_CHECKING:
     from asyncrl.config import Config
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def problems(c: Config) -> Iterator[str]:
     """One sentence per rule that the config breaks."""
-    s, a = c.staleness, c.algorithm
+    s = c.staleness
     if s.max_lag < s.sync_every - 1:
         yield (
             f"staleness.max_lag={s.max_lag} is smaller than sync_every - 1 = {s.sync_every - 1}: the learner would "
@@ -38,26 +38,7 @@ def problems(c: Config) -> Iterator[str]:
                 f"with the learner's full distribution; set sampling.{key}={off}"
             )
     yield from rules_task.problems(c)
-    edges = a.rdc.bucket_edges
-    if edges is not None and not edges:
-        yield (
-            "algorithm.rdc.bucket_edges=[] names no edge; give at least one, or set algorithm.rdc.bucket_edges=null "
-            "and algorithm.rdc.buckets"
-        )
-    if edges is not None and list(edges) != sorted(set(edges)):
-        yield f"algorithm.rdc.bucket_edges={list(edges)} must ascend without repeats"
-    if a.rdc.buckets != "auto" and a.rdc.buckets > c.responses_per_update:
-        yield (
-            f"algorithm.rdc.buckets={a.rdc.buckets} exceeds the {c.responses_per_update} responses of an update; "
-            "set algorithm.rdc.buckets=auto"
-        )
-    if a.ratio == "behaviour" and a.correction.kind != "none":
-        yield (
-            "algorithm.ratio=behaviour already carries pi/mu inside the clip, so "
-            f"algorithm.correction.kind={a.correction.kind} would apply it twice; set algorithm.correction.kind=none"
-        )
-    if a.dual_clip is not None and a.dual_clip <= 1 + a.eps_high:
-        yield f"algorithm.dual_clip={a.dual_clip} must exceed 1 + eps_high = {1 + a.eps_high}"
+    yield from rules_algorithm.problems(c)
     if not all(0 <= beta < 1 for beta in c.learner.betas):
         yield (
             f"learner.betas={list(c.learner.betas)} must lie in [0, 1): AdamW divides by 1 - beta; "

@@ -40,6 +40,20 @@ SYNONYMS: Mapping[str, str] = {
     "clip_high": "algorithm.eps_high",
     "tis_cap": "algorithm.correction.cap",
     "importance_cap": "algorithm.correction.cap",
+    "clip_ratio_low": "algorithm.eps_low",
+    "clip_ratio_high": "algorithm.eps_high",
+    "clip_ratio_c": "algorithm.dual_clip",
+    "epsilon_high": "algorithm.eps_high",
+    "policy_loss": "algorithm.surrogate",
+    "loss_mode": "algorithm.surrogate",
+    "importance_sampling_level": "algorithm.surrogate",
+    "adv_estimator": "algorithm.advantage",
+    "advantage_estimator": "algorithm.advantage",
+    "loss_agg_mode": "algorithm.aggregation",
+    "kl_coef": "algorithm.kl.coef",
+    "kl_loss_coef": "algorithm.kl.coef",
+    "ref_model": "algorithm.kl.reference",
+    "ref_path": "algorithm.kl.reference",
     "routing_replay": "algorithm.routes",
     "learning_rate": "learner.lr",
     "steps": "learner.updates",
@@ -222,7 +236,15 @@ def _reason(error: Any, key: str, in_branch: bool, keys: Sequence[str]) -> str:
         return _EITHER[key]
     if error["type"] == "string_pattern_mismatch":
         return _PATTERNS.get(error["ctx"]["pattern"], error["msg"])
+    if error["type"] == "literal_error":
+        return str(error["msg"]) + _nearest(error["input"], error["ctx"]["expected"])
     return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _nearest(value: Any, expected: str) -> str:
+    """The choice that was most likely meant, as the end of a sentence; "" when none is near."""
+    close = difflib.get_close_matches(str(value).lower(), re.findall(r"'([^']*)'", expected), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _listing(key: str, value: Any) -> str:

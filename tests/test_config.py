@@ -1,13 +1,18 @@
 """Config: merging, refusals with key, value and remedy, save and reload, the files in configs/, docs/config.md."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from asyncrl.algos.registry import CORRECTIONS, SURROGATES
 from asyncrl.config import Config, known_keys, load_config, read_overrides, save_config, validate
 from asyncrl.errors import ConfigError
+from asyncrl.rules_algorithm import notes
+from asyncrl.sections.algorithm import AlgorithmSection
 from asyncrl.suggest import SYNONYMS
 
 ROOT = Path(__file__).parents[1]
@@ -52,37 +57,127 @@ def test_every_overlay_merges_over_the_quickstart(overlay):
     assert load_config([QUICKSTART, overlay]) != load() or overlay.stem in ("rdc", "async")
 
 
-def test_every_method_merges_with_every_regime_and_says_all_that_makes_it_up():
-    methods = [p for p in OVERLAYS if p.parent.name == "methods"]
-    regimes = [p for p in OVERLAYS if p.parent.name == "regimes"]
-    assert {p.stem for p in methods} == {"grpo", "r3", "tis", "rdc", "behaviour", "random"}
-    assert {p.stem for p in regimes} == {"on_policy", "batch_over_4", "batch_over_16", "async"}
-    for method in methods:
-        alone = load_config([QUICKSTART, method]).algorithm
-        for regime in regimes:
-            load_config([QUICKSTART, method, regime])
-        for other in methods:  # a method file leaves nothing of an earlier one standing
-            after = load_config([QUICKSTART, other, method]).algorithm
-            for key in ("surrogate", "ratio", "routes", "dual_clip"):
-                assert getattr(after, key) == getattr(alone, key)
-            assert after.correction == alone.correction
-            assert after.rdc.mode == alone.rdc.mode
+def read_yaml(text: str) -> dict[str, object]:
+    """Values by dotted key."""
+
+    def flat(tree, prefix):
+        for key, value in tree.items():
+            yield from flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(prefix + key, value)]
+
+    return dict(flat(yaml.safe_load(text), ""))
 
 
-@pytest.mark.parametrize(
-    ("name", "routes", "ratio", "correction", "rdc"),
-    [
-        ("grpo", "native", "proximal", "none", "observe"),
-        ("r3", "r3", "proximal", "none", "observe"),
-        ("tis", "native", "proximal", "tis", "observe"),
-        ("rdc", "native", "proximal", "tis", "filter"),
-        ("random", "native", "proximal", "tis", "random"),
-        ("behaviour", "native", "behaviour", "none", "observe"),
-    ],
-)
-def test_methods(name, routes, ratio, correction, rdc):
-    a = load_config([QUICKSTART, ROOT / f"configs/methods/{name}.yaml"]).algorithm
-    assert (a.routes, a.ratio, a.correction.kind, a.rdc.mode) == (routes, ratio, correction, rdc)
+METHODS = {
+    # surrogate, ratio, advantage, aggregation, routes, correction, rdc, kl, and whether it needs more updates of a take
+    "grpo": "clip proximal grpo token_mean native none observe - 1",
+    "tis": "clip proximal grpo token_mean native tis observe - 1",
+    "tis_sequence": "clip proximal grpo token_mean native tis observe - 1",
+    "rdc": "clip proximal grpo token_mean native tis filter - 1",
+    "random": "clip proximal grpo token_mean native tis random - 1",
+    "behaviour": "clip behaviour grpo token_mean native none observe - 1",
+    "r3": "clip proximal grpo token_mean r3 none observe - 1",
+    "r2": "clip proximal grpo token_mean r2 none observe - 4",
+    "gspo": "gspo proximal grpo sequence_mean native none observe - 4",
+    "gspo_tis": "gspo proximal grpo sequence_mean native tis observe - 4",
+    "gspo_r3": "gspo proximal grpo sequence_mean r3 none observe - 4",
+    "gspo_tis_rdc": "gspo proximal grpo sequence_mean native tis filter - 4",
+    "cispo": "cispo proximal grpo token_mean native none observe - 4",
+    "gmpo": "gmpo proximal grpo sequence_mean native none observe - 4",
+    "rspo": "gmpo proximal grpo sequence_mean native rspo observe - 4",
+    "mask": "clip proximal grpo token_mean native mask observe - 1",
+    "trm": "clip proximal grpo token_mean native trm observe - 1",
+    "sis": "clip proximal grpo token_mean native sis observe - 1",
+    "ctpo": "clip proximal grpo token_mean native ctpo observe - 1",
+    "kl_loss": "clip proximal grpo token_mean native tis observe loss 1",
+    "kl_reward": "clip proximal dr_grpo token_mean native tis observe reward 1",
+    "dr_grpo": "clip proximal dr_grpo constant native tis observe - 1",
+    "rloo": "clip proximal rloo token_mean native tis observe - 1",
+    "reinforce_pp": "clip proximal reinforce_pp token_mean native tis observe - 1",
+}
+QUICKSTART_KEYS = read_yaml(QUICKSTART.read_text())
+METHOD_FILES = {p.stem: p for p in OVERLAYS if p.parent.name == "methods"}
+REGIME_FILES = {p.stem: p for p in OVERLAYS if p.parent.name == "regimes"}
+
+
+def needs_take(method: str) -> bool:
+    return METHODS[method].endswith("4")
+
+
+@pytest.mark.parametrize("name", METHOD_FILES)
+def test_methods(name):
+    config = load_config([QUICKSTART, METHOD_FILES[name]])
+    a = config.algorithm
+    kl = a.kl.where if a.kl.coef else "-"
+    found = (a.surrogate, a.ratio, a.advantage, a.aggregation, a.routes, a.correction.kind, a.rdc.mode, kl)
+    assert " ".join((*found, str(config.staleness.updates_per_take))) == METHODS[name]
+    assert (a.correction.level == "sequence") == (name == "tis_sequence")
+    assert a.clip_range == SURROGATES[a.surrogate].defaults
+    assert not list(notes(config)), "a file that ships is what was published"
+
+
+@pytest.mark.parametrize("name", METHOD_FILES)
+def test_a_method_says_what_it_is_and_sets_all_that_makes_it_up(name):
+    text = METHOD_FILES[name].read_text()
+    assert text.startswith("# ")
+    keys = set(read_yaml(text))
+    a = load_config([QUICKSTART, METHOD_FILES[name]]).algorithm
+    of_algorithm = {"surrogate", "ratio", "eps_low", "eps_high", "dual_clip", "advantage", "aggregation", "routes"}
+    wanted = {f"algorithm.{key}" for key in of_algorithm}
+    wanted |= {f"algorithm.correction.{knob}" for knob in CORRECTIONS[a.correction.kind].knobs}
+    wanted |= {"algorithm.correction.kind", "algorithm.rdc.mode", "algorithm.kl.coef", "algorithm.kl.where"}
+    assert wanted <= keys
+    # Only where nothing else would do: another value of a regime, or of a run config, is not a method's business.
+    assert ("staleness.updates_per_take" in keys) == needs_take(name)
+    if needs_take(name):
+        with pytest.raises(ConfigError, match=r"set staleness\.updates_per_take=4"):
+            load_config([QUICKSTART, METHOD_FILES[name]], ["staleness.updates_per_take=1"])
+
+
+def over_quickstart(*layers: dict[str, object]) -> AlgorithmSection:
+    """The objective of flat layers over the quickstart, as load_config gives it, at less cost."""
+    tree: dict = {}
+    for key, value in {k: v for layer in (QUICKSTART_KEYS, *layers) for k, v in layer.items()}.items():
+        at = tree
+        *sections, leaf = key.split(".")
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[leaf] = value
+    return validate(tree).algorithm
+
+
+def test_a_method_file_leaves_nothing_of_an_earlier_one_standing():
+    assert METHOD_FILES.keys() == METHODS.keys()
+    layers = {name: read_yaml(file.read_text()) for name, file in METHOD_FILES.items()}
+    alone = {name: load_config([QUICKSTART, file]).algorithm for name, file in METHOD_FILES.items()}
+    assert alone == {name: over_quickstart(layer) for name, layer in layers.items()}
+    for one, two in itertools.permutations(layers, 2):
+        after = over_quickstart(layers[one], layers[two])
+        # What the filter would do if it were on, and when the drift is measured, are no part of a method.
+        same = {"rdc": alone[two].rdc, "native_drift_every": alone[two].native_drift_every}
+        assert after.rdc.mode == alone[two].rdc.mode
+        assert after.model_copy(update=same) == alone[two], (one, two)
+
+
+@pytest.mark.parametrize("name", METHOD_FILES)
+def test_every_method_merges_with_every_regime_that_allows_it(name):
+    method = METHOD_FILES[name]
+    assert REGIME_FILES.keys() == {"on_policy", "batch_over_4", "batch_over_16", "async"}
+    for regime, file in REGIME_FILES.items():
+        if not needs_take(name):
+            assert load_config([QUICKSTART, method, file]) == load_config([QUICKSTART, file, method])
+            continue
+        # Of a regime of one update per take the method takes the rest, and goes after it.
+        if regime == "on_policy":
+            with pytest.raises(ConfigError, match=r"set staleness\.max_lag >= 3"):
+                load_config([QUICKSTART, file, method])
+        else:
+            assert load_config([QUICKSTART, file, method]).staleness.updates_per_take == 4
+        if regime in ("on_policy", "async"):
+            with pytest.raises(ConfigError, match=r"set staleness\.updates_per_take=4"):
+                load_config([QUICKSTART, method, file])
+        else:
+            own = load_config([QUICKSTART, file]).staleness
+            assert load_config([QUICKSTART, method, file]).staleness == own
 
 
 @pytest.mark.parametrize(

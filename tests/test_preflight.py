@@ -63,9 +63,22 @@ def test_a_chat_task_for_a_model_without_a_chat_template_is_refused_once(models)
         preflight(config(models / "moe", task={"chat": True}))
 
 
-def test_r3_on_a_dense_model_is_refused(models):
-    wrong = config(models / "dense", algorithm={"routes": "r3", "rdc": {"mode": "off"}})
-    with pytest.raises(ConfigError, match=r"algorithm\.routes=r3 .*dense; set algorithm\.routes=native"):
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        ({"routes": "r3"}, r"algorithm\.routes=r3 .*dense; set algorithm\.routes=native$"),
+        ({"routes": "r2"}, r"algorithm\.routes=r2 .*dense; set algorithm\.routes=native$"),
+        (
+            {"correction": {"kind": "rspo", "floor": 0.5}},
+            r"algorithm\.correction\.kind=rspo .*dense; set algorithm\.correction\.kind=none and "
+            r"algorithm\.correction\.floor=0\.8$",
+        ),
+    ],
+)
+def test_methods_that_need_a_router_are_refused_on_a_dense_model(models, algorithm, words):
+    take = {"updates_per_take": 2}
+    wrong = config(models / "dense", algorithm={"rdc": {"mode": "off"}} | algorithm, staleness=take)
+    with pytest.raises(ConfigError, match=words):
         preflight(wrong)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl import tunable
+from asyncrl.algos.registry import CORRECTIONS, SURROGATES
 from asyncrl.config import known_keys, read_overrides, validate
 from asyncrl.errors import ConfigError
 from asyncrl.replay.limits import LIVE, limits_of
@@ -86,6 +87,11 @@ def test_no_command_can_be_set_from_outside():
     ({"staleness.max_lag": 2}, "staleness.max_lag=2 is smaller than sync_every - 1 = 3"),
     ({"algorithm.dual_clip": 1.1}, "must exceed 1 + eps_high"),
     ({"learner.min_lr": 1e-5}, "has no effect with learner.lr_schedule=constant"),
+    ({"algorithm.correction.kind": "rspo"}, "has nothing to correct with staleness.updates_per_take=1"),
+    ({"algorithm.correction.low": 0.3}, "is a knob of mask, and has no effect with algorithm.correction.kind=tis"),
+    ({"algorithm.correction.kind": "mask", "algorithm.correction.cap": 3}, "cap=3.0 is a knob of "),
+    ({"algorithm.surrogate": "gspo"}, "algorithm.surrogate cannot be changed in a running job"),
+    ({"algorithm.kl.coef": 0.1}, "algorithm.kl.coef cannot be changed in a running job: the reference policy"),
     # The embedded engine has memory for what it was started with.
     ({"generator.groups_in_flight": 33}, "KV cache"),
 ])  # fmt: skip
@@ -115,6 +121,27 @@ def test_values_that_must_change_together_can():
     assert (new.staleness.max_lag, new.staleness.sync_every) == (0, 1)
 
 
+def test_another_correction_comes_with_its_knobs_and_goes_without_them():
+    values = {"algorithm.correction.kind": "mask", "algorithm.correction.low": 0.3, "algorithm.correction.high": 2.0}
+    correction = tunable.merged(CONFIG, values).algorithm.correction
+    assert (correction.kind, correction.low, correction.high, correction.cap) == ("mask", 0.3, 2.0, 2.0)
+    capped = tunable.merged(CONFIG, {"algorithm.correction.cap": 3})
+    with pytest.raises(ConfigError, match=r"set algorithm\.correction\.cap=2\.0 or algorithm\.correction\.kind=tis"):
+        tunable.merged(capped, {"algorithm.correction.kind": "none"})
+    assert tunable.merged(capped, {"algorithm.correction.kind": "none", "algorithm.correction.cap": 2.0})
+    several = tunable.merged(validate({"model": {"path": "m"}, "staleness": {"updates_per_take": 2}}), {
+        "algorithm.correction.kind": "rspo", "algorithm.correction.floor": 0.5,
+    })  # fmt: skip
+    assert several.algorithm.correction.floor == 0.5
+
+
+def test_a_clip_range_that_is_null_is_the_surrogates_own():
+    gspo = {"model": {"path": "m"}, "staleness": {"updates_per_take": 2}, "algorithm": {"surrogate": "gspo"}}
+    wide = tunable.merged(validate(gspo), {"algorithm.eps_high": 0.01})
+    assert wide.algorithm.clip_range == {"eps_low": 3e-4, "eps_high": 0.01}
+    assert tunable.merged_json(wide, {"algorithm.eps_high": "null"}).algorithm.clip_range["eps_high"] == 4e-4
+
+
 def test_an_sglang_server_takes_more_groups_than_configured():
     sglang = validate({"model": {"path": "m"}, "generator": {"engine": "sglang"}, "weights": {"carrier": "disk"}})
     assert tunable.merged(sglang, {"generator.groups_in_flight": 64}).generator.groups_in_flight == 64
@@ -137,10 +164,19 @@ def test_the_docs_have_the_table():
     assert {key.strip().strip("`").removesuffix(".*"): when.strip() for key, when in rows} == dict(tunable.TUNABLE)
 
 
+TABLES = {"SURROGATES": SURROGATES, "CORRECTIONS": CORRECTIONS}
+
+
 def attributes(file):
-    """Names that a file reads of anything."""
+    """Names that a file reads of anything, and the knobs of methods that it runs with its settings: the seam reads
+    those."""
     tree = ast.parse((ROOT / "asyncrl" / file).read_text())
-    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "call" and len(node.args) == 3:
+            methods = TABLES[ast.unparse(node.args[0]).partition("[")[0]]
+            read |= {knob for method in methods.values() for knob in method.knobs}
+    return read
 
 
 def test_every_tunable_key_has_somebody_who_reads_its_live_value():

@@ -7,10 +7,12 @@ python tools/config_reference.py --check docs/config.md    exit 1 when it is out
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -52,8 +54,19 @@ def bounds(info: FieldInfo) -> str:
     return ", ".join(found)
 
 
+@cache
+def aliases() -> dict[str, str]:
+    """Names that stand for choices in the sections, such as those of the registry, to the choices."""
+    found: dict[str, str] = {}
+    for file in sources():
+        for name, value in vars(importlib.import_module(f"asyncrl.sections.{file.stem}")).items():
+            if get_origin(value) is Literal:
+                found[name] = " | ".join(map(str, get_args(value)))
+    return found
+
+
 def kind(info: FieldInfo, annotation: str) -> str:
-    names = {"Positive": "int", "NonNegative": "int", "Seconds": "seconds"}
+    names = {"Positive": "int", "NonNegative": "int", "Seconds": "seconds", **aliases()}
     for name, plain in names.items():
         annotation = annotation.replace(name, plain)
     # Literal["a", "b"] | int  ->  a | b | int
@@ -98,8 +111,12 @@ def section(model: type[BaseModel], prefix: str, docs: dict[Any, str], types: di
     return [*lines, "| key | type | default | meaning |", "| --- | --- | --- | --- |", *rows, *inner]
 
 
+def sources() -> list[Path]:
+    return sorted(Path(asyncrl.sections.__path__[0]).glob("*.py"))
+
+
 def page() -> str:
-    source = "\n".join(f.read_text() for f in sorted(Path(asyncrl.sections.__path__[0]).glob("*.py")))
+    source = "\n".join(f.read_text() for f in sources())
     docs, types = attribute_docs(source), annotations(source)
     lines = [HEAD.rstrip()]
     for name, info in Config.model_fields.items():

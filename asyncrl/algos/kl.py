@@ -9,11 +9,12 @@ k3 = r - 1 - log r    unbiased, never negative
 
 An unbiased value does not make an unbiased gradient: differentiating an estimator leaves out that pi also decides
 what is sampled. On policy the gradient of k1 is 0 in expectation, that of k3 is the gradient of KL(ref || pi), and
-that of k2 is right. With the importance ratio pi / mu of the policy mu that sampled the token, ratio * k3 has the
-right value and the right gradient for any mu.
+that of k2 is right (arXiv 2510.01555). With the importance ratio pi / mu of the policy mu that sampled the token,
+ratio * k3 has the right value and the right gradient for any mu (DeepSeek-V3.2, arXiv 2512.02556, eq. 7).
 
-No loss of asyncrl has a KL term yet; these functions are what such a term, and a metric of it, is made of. The
-mismatch metrics (mismatch.py) are another quantity, KL(mu || pi).
+All of this is per token, given the tokens before it: these stay those that mu sampled.
+
+The mismatch metrics (mismatch.py) are another quantity, KL(mu || pi).
 
 Axes: B responses, T positions.
 """
@@ -55,8 +56,9 @@ def kl_loss(
     logp: [B, T], differentiable. ref_logp: [B, T], taken as constant. mask: [B, T] or None. Returns [B, T].
 
     unbiased   exp(log pi - log mu) * k3. sampled_logp is log mu [B, T]; None, or NaN in it, means mu = pi (ratio 1,
-               which still carries its gradient). Value and gradient are those of KL(pi || ref), off policy too, as
-               far as the exponents stay within +-20
+               which still carries its gradient). Value and gradient are those of KL(pi || ref), off policy too. A
+               token's gradient is pi / mu (log pi - log ref) times that of log pi. The ratio is not truncated: below
+               the bound of +-20 on exponents any bound would bring back the bias that it is there to remove
     k2         right gradient on policy only, wrong value
     k3         the gradient is that of KL(ref || pi)
     k1         the expected gradient is 0: it adds noise and nothing else

@@ -9,7 +9,8 @@ attention mask is needed: a real token never attends to a later pad.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,27 @@ from asyncrl.types import Group, ModelInfo, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
+class TakenRoutes:
+    """Routes of one response in the scoring pass of its take, under pi_old.
+
+    routes: integers [S, L, K], the experts that were used. scores: float32 [S, L, K], the router's log-scores of these
+    experts, None where only the routes are needed. forced: whether the updates run on these routes (algorithm.routes:
+    r2).
+    """
+
+    routes: NDArray[np.unsignedinteger]
+    scores: NDArray[np.float32] | None
+    forced: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One response of a batch, before padding.
 
     loss_mask bool [T] after the staleness mask; masked counts the tokens that mask took;
     lag int [T] per token at the update; counts int64 [L, E] over the tokens of count_mask or None.
     withheld: loss tokens of a cut-off response that algorithm.truncated=mask took, of any age; masked is 0 then.
+    taken: what the scoring pass of a take of several updates found, where the updates need it.
     """
 
     trajectory: Trajectory
@@ -40,11 +56,23 @@ class Row:
     counts: NDArray[np.int64] | None
     data_source: str = ""
     withheld: int = 0
+    taken: TakenRoutes | None = None
 
     @property
     def size(self) -> int:
         """Input length S of this row."""
         return len(self.prompt_ids) + self.trajectory.num_tokens
+
+    def without_scores(self) -> Row:
+        """The row as forwards need it that compare no router."""
+        if self.taken is None or self.taken.scores is None:
+            return self
+        return replace(self, taken=replace(self.taken, scores=None))
+
+    @property
+    def trains(self) -> bool:
+        """True when a token of it is left to train."""
+        return bool(self.loss_mask.any())
 
     @property
     def count_mask(self) -> NDArray[np.bool_]:
@@ -117,7 +145,9 @@ class MicroBatch:
 
     input_ids int64 [B, S]; targets int64 [B, S]; predict_mask bool [B, S]: what trains; count_mask bool [B, S]: what of
     it has known routes, for drift; rollout_logp fp32 [B, S], NaN where the engine gave none; temperature [B]; routes
-    int16 [L, B, S, K] or None (-1 = native routing there). grad says whether its forward needs a graph.
+    int16 [L, B, S, K] or None (-1 = native routing there). grad says whether its forward needs a graph. watched int16
+    [L, B, S, K] and watched_scores float32 [L, B, S, K]: the experts of the scoring pass of the take and their
+    log-scores then, or None.
     """
 
     index: tuple[int, ...]
@@ -129,27 +159,20 @@ class MicroBatch:
     temperature: Tensor
     routes: Tensor | None
     grad: bool
+    watched: Tensor | None = None
+    watched_scores: Tensor | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """Copy on another device."""
-        routes = None if self.routes is None else self.routes.to(device)
-        return MicroBatch(
-            self.index,
-            self.input_ids.to(device),
-            self.targets.to(device),
-            self.predict_mask.to(device),
-            self.count_mask.to(device),
-            self.rollout_logp.to(device),
-            self.temperature.to(device),
-            routes,
-            self.grad,
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {name: v.to(device) for name, v in values.items() if isinstance(v, Tensor)}
+        return replace(self, **moved)
 
 
 def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bool, replay: bool) -> MicroBatch:
     """Pad the rows `index` into one MicroBatch; an empty index gives one dummy row without loss.
 
-    With replay, raises RouteError when a row has no routes or not exactly S - 1 of them.
+    With replay, raises RouteError when a row has no routes or not exactly S - 1 of them. Rows have `taken` all or none.
     """
     picked = [rows[i] for i in index]
     b, s = max(1, len(picked)), max((r.size for r in picked), default=2)
@@ -180,10 +203,26 @@ def collate(rows: Sequence[Row], index: Sequence[int], info: ModelInfo, grad: bo
         torch.from_numpy(temperature),
         None if routes is None else torch.from_numpy(routes).permute(2, 0, 1, 3),
         grad,
+        *_watched(picked, b, s, info),
     )
 
 
+def _watched(picked: Sequence[Row], b: int, s: int, info: ModelInfo) -> tuple[Tensor | None, Tensor | None]:
+    """Experts of the take's scoring pass [L, B, S, K], 0 on pads, and their scores then; None where nobody asks."""
+    if not picked or picked[0].taken is None or picked[0].taken.scores is None:
+        return None, None
+    ids = np.zeros((b, s, len(info.layers), info.top_k), np.int16)
+    scores = np.zeros(ids.shape, np.float32)
+    for i, row in enumerate(picked):
+        if row.taken is None or row.taken.scores is None:
+            raise RouteError(f"{row.trajectory.trajectory_id}: no router scores of the start of its take")
+        ids[i, : row.size], scores[i, : row.size] = row.taken.routes.astype(np.int16), row.taken.scores
+    return torch.from_numpy(ids).permute(2, 0, 1, 3), torch.from_numpy(scores).permute(2, 0, 1, 3)
+
+
 def _routes_of(row: Row, info: ModelInfo) -> NDArray[np.int16]:
+    if row.taken is not None and row.taken.forced:
+        return row.taken.routes[: max(row.size - 1, 0)].astype(np.int16)
     t = row.trajectory
     want = (max(row.size - 1, 0), len(info.layers), info.top_k)
     if t.routes is None or t.routes.shape != want:

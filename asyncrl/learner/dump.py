@@ -1,7 +1,8 @@
 """RUN/dumps/u<update>: what an update trained on, as files, and back.
 
-A folder holds, for every rank, its groups as they came over the wire (length-prefixed frames) and the log-probs that
-the update computed for their tokens, and of rank 0 the row table with what was selected (`table.safetensors`) and all
+A folder holds, for every rank, its groups as they came over the wire (length-prefixed frames), the log-probs that
+the update computed for their tokens and, of a take of several updates, pi_old and what else its scoring pass found,
+and of rank 0 the row table with what was selected (`table.safetensors`) and all
 else as JSON (`dump.json`: names, settings, hashes of the files). With `logging.dump_policy` it also holds the policy
 before that update, a model folder. Nothing is pickled. Imports torch only in `read`: `content` does without.
 Knows nothing of when dumps are made (asyncrl.learner.dumping).
@@ -35,11 +36,12 @@ FOLDER = "dumps"
 """Of a run folder."""
 HEAD, TABLE, POLICY = "dump.json", "table.safetensors", "policy"
 """Names in a dump."""
-FORMAT = 2
+FORMAT = 3
 
-_READABLE = {(FORMAT, SCHEMA), (1, 5)}
-"""(format, wire schema) of the dumps that can be read. Those of format 1 have no log-probs of the scoring pass, and
-their table no column `withheld`: 0 everywhere."""
+_READABLE = {(FORMAT, SCHEMA), (2, SCHEMA), (1, 5)}
+"""(format, wire schema) of the dumps that can be read. Those before format 3 have no routes of the scoring pass of
+their take: nothing needed them. Those of format 1 have no log-probs of the scoring pass, and their table no column
+`withheld`: 0 everywhere."""
 _BEFORE_PARTS = 5
 """Wire schema in which a response had no parts of its reward yet."""
 _MAGIC = b"asyncrl groups 1\n"
@@ -82,8 +84,9 @@ class Dump:
 
     table: all rows, in rank order. keep, would_drop bool [n], bucket int64 [n], advantages float64 [n]: as in
     learner.update.Outcome. old_logp: pi_old [S] by trajectory id of a take of several updates, else None (it is that
-    of the scoring pass). logp: of the scoring pass by trajectory id, float [T], None in a dump of format 1. policy:
-    folder of the policy before the update, or None.
+    of the scoring pass). logp: of the scoring pass by trajectory id, float [T], None in a dump of format 1. routes,
+    scores: by trajectory id the experts [S, L, K] of the scoring pass of the take and their log-scores float32
+    [S, L, K], None where the update did not need them. policy: folder of the policy before the update, or None.
     """
 
     folder: Path
@@ -99,6 +102,8 @@ class Dump:
     old_logp: dict[str, NDArray[np.floating]] | None
     policy: Path | None
     logp: dict[str, NDArray[np.floating]] | None = None
+    routes: dict[str, NDArray[np.unsignedinteger]] | None = None
+    scores: dict[str, NDArray[np.float32]] | None = None
 
     @property
     def update(self) -> int:
@@ -114,6 +119,16 @@ def groups_file(rank: int) -> str:
 def old_file(rank: int) -> str:
     """Name of the file with a rank's pi_old."""
     return f"rank{rank}.old.safetensors"
+
+
+def routes_file(rank: int) -> str:
+    """Name of the file with the routes of the scoring pass of the take for a rank's responses."""
+    return f"rank{rank}.routes.safetensors"
+
+
+def scores_file(rank: int) -> str:
+    """Name of the file with the router's log-scores of these routes."""
+    return f"rank{rank}.scores.safetensors"
 
 
 def logp_file(rank: int) -> str:
@@ -224,6 +239,8 @@ class Content:
     advantages: NDArray[np.float64]
     old_logp: dict[str, NDArray[np.floating]] | None
     logp: dict[str, NDArray[np.floating]] | None
+    routes: dict[str, NDArray[np.unsignedinteger]] | None
+    scores: dict[str, NDArray[np.float32]] | None
 
 
 def content(path: str | Path) -> Content:
@@ -233,7 +250,10 @@ def content(path: str | Path) -> Content:
     files = {name: _checked(folder / name, file) for name, file in head.files.items()}
     try:
         tensors = load(files[TABLE])
-        old, logp = (_by_response(files, map(name, range(head.ranks))) for name in (old_file, logp_file))
+        old, logp, routes, scores = (
+            _by_response(files, map(name, range(head.ranks)))
+            for name in (old_file, logp_file, routes_file, scores_file)
+        )
         ranks = [unpack_groups(files[groups_file(rank)], head.schema) for rank in range(head.ranks)]
         columns = {n.removeprefix(_COLUMN): t for n, t in tensors.items() if n.startswith(_COLUMN)}
         if head.format == 1:
@@ -246,11 +266,11 @@ def content(path: str | Path) -> Content:
         raise ConfigError(f"{folder / TABLE} is damaged: {odd} is not of {len(head.names)} rows; {_REMEDY}")
     return Content(
         folder, head, _config(folder, head), msgspec.convert(head.model, ModelInfo), ranks, columns, keep,
-        would_drop, bucket, advantages, old, logp,
+        would_drop, bucket, advantages, old, logp, routes, scores,
     )  # fmt: skip
 
 
-def _by_response(files: Mapping[str, bytes], names: Iterable[str]) -> dict[str, NDArray[np.floating]] | None:
+def _by_response(files: Mapping[str, bytes], names: Iterable[str]) -> dict[str, NDArray[Any]] | None:
     """Arrays by trajectory id out of the files of all ranks, None where there are none."""
     parts = [load(files[name]) for name in names if name in files]
     return {k: v for part in parts for k, v in part.items()} if parts else None
@@ -264,7 +284,7 @@ def read(path: str | Path) -> Dump:
     table = Table(c.head.names, c.columns, 0, len(c.head.names))
     return Dump(
         c.folder, c.head, c.config, c.info, c.ranks, table, c.keep, c.would_drop, c.bucket, c.advantages, c.old_logp,
-        policy_in(c.folder, c.head), c.logp,
+        policy_in(c.folder, c.head), c.logp, c.routes, c.scores,
     )  # fmt: skip
 
 

@@ -37,6 +37,8 @@ from asyncrl.learner.dump import (
     old_file,
     pack_groups,
     pack_table,
+    routes_file,
+    scores_file,
 )
 from asyncrl.learner.publish import export
 from asyncrl.learner.shard import Policy, World
@@ -181,8 +183,12 @@ class Dumps:
             files[logp_file(rank)] = _write(aside / logp_file(rank), [save(logp)])
         if state is not None:
             ids = [t.trajectory_id for g in groups for t in g.trajectories]
-            old = {i: state.old_logp[i].detach().cpu().numpy() for i in ids}
-            files[old_file(rank)] = _write(aside / old_file(rank), [save(old)])
+            found = {old_file(rank): {i: state.old_logp[i].detach().cpu().numpy() for i in ids}}
+            if state.routes:
+                taken = {i: state.routes[i] for i in ids}
+                found[routes_file(rank)] = {i: t.routes for i, t in taken.items()}
+                found[scores_file(rank)] = {i: t.scores for i, t in taken.items() if t.scores is not None}
+            files |= {name: _write(aside / name, [save(arrays)]) for name, arrays in found.items() if arrays}
         return files
 
     def _seal(self, begun: _Begun, files: Files, bound: int, outcome: Outcome) -> None:

@@ -37,7 +37,8 @@ def plan_of(config: Config, longest_prompt: int, device: str | None = None) -> P
         device=device,
         attention=m.attention,
         router_dtype=m.router_dtype,
-        routes_replayed=a.routes == "r3",
+        routes_replayed=a.replays,
+        routers_compared=a.compares_routers,
         fused=s.scoring == "auto" and share <= s.micro_batch_tokens,
     )
 
@@ -49,7 +50,9 @@ def report(config: Config, longest_prompt: int, device_gib: float | None = None)
     """
     # Whoever names a device's memory means a GPU.
     plan = plan_of(config, longest_prompt, None if device_gib is None else "cuda")
-    shape = read_shape(config.model.path)
+    shape, kl = read_shape(config.model.path), config.algorithm.kl
+    if kl.coef:
+        plan = replace(plan, reference=read_shape(kl.reference or config.model.path))
     found = estimate(shape, plan)
     lines = [
         f"memory of one of {plan.ranks} learner ranks for responses of {plan.length} tokens with their prompt "
@@ -144,11 +147,22 @@ def _host(config: Config, shape: Shape, plan: Plan) -> list[tuple[str, float]]:
         ("a rank's take (ids, log-probs, masks, routes)", plan.share * token * config.staleness.updates_per_take),
         ("rank 0: the copy that is published", shape.parameters * BYTES[plan.dtype]),
     ]
+    if kept := _taken(config, shape):
+        found.append(("its routes under pi_old", plan.share * kept * config.staleness.updates_per_take))
     if config.weights.carrier in ("shm", "collective"):
         # One more than are kept while the next one is written.
         size = 1 if config.weights.quantize == "fp8_block" else BYTES[plan.dtype]
         found.append(("versions in shared memory", shape.parameters * size * (config.weights.keep_versions + 1)))
     return found
+
+
+def _taken(config: Config, shape: Shape) -> int:
+    """Bytes per token that the scoring pass of a take of several updates leaves on the host besides pi_old."""
+    a, route = config.algorithm, 1 if shape.experts <= 256 else 2
+    compares = a.compares_routers
+    if config.staleness.updates_per_take == 1 or not (compares or a.routes == "r2"):
+        return 0
+    return shape.moe_layers * shape.top_k * (route + 4 * compares)
 
 
 def _generator(config: Config, shape: Shape, plan: Plan) -> list[tuple[str, float]]:

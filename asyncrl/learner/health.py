@@ -37,6 +37,11 @@ REASONS: dict[str, tuple[str, str]] = {
         "a non-finite log-prob of the learner",
         "the log names the responses; look at their prompts, at policy/entropy before, and at model.dtype",
     ),
+    "reference": (
+        "a non-finite log-prob of the reference policy",
+        "the log names the responses; check the folder algorithm.kl.reference (model.path where it is null), and "
+        "model.dtype, in which it computes too",
+    ),
     "loss": ("a non-finite loss", "look at policy/reward and mismatch/* before, and at the rewards of the verifier"),
     "gradient": (
         "a non-finite gradient",
@@ -84,25 +89,39 @@ def _silenced(row: Row) -> Row:
 
 
 def scoring_fault(
-    weight: str, rows: Sequence[Row], scores: Scores, current: Sequence[Tensor], old: Sequence[Tensor], world: World
+    weight: str,
+    rows: Sequence[Row],
+    scores: Scores,
+    current: Sequence[Tensor],
+    old: Sequence[Tensor],
+    world: World,
+    ref: Sequence[Tensor] | None = None,
 ) -> str:
-    """weight or log_prob when one is not finite on any rank, else "". A collective, before selection and backward.
+    """weight, log_prob or reference when one is not finite on any rank, else "". A collective, before selection and
+    backward.
 
-    weight: of `broken_weight` on this rank. current, old: log-probs [S_i] of every row, now and at the start of the
-    take. Drift of a row without log-probs is undefined: its routes are those of numbers that are none.
+    weight: of `broken_weight` on this rank. current, old, ref: log-probs [S_i] of every row, now, at the start of the
+    take, and of the reference policy. Drift of a row without log-probs is undefined: its routes are those of numbers
+    that are none.
     """
-    broken = []
-    # One look at all of them; row by row only when there is something to find.
-    if current and not (is_finite(torch.cat(list(current))) and (old is current or is_finite(torch.cat(list(old))))):
-        broken = [i for i, logp in enumerate(current) if not (is_finite(logp) and is_finite(old[i]))]
+    broken = _broken(current) if old is current else sorted({*_broken(current), *_broken(old)})
     scores.drift[broken], scores.layers[broken] = np.nan, np.nan
-    flags = all_max([bool(weight), bool(broken)], world)
-    if not any(flags):
-        return ""
-    reason = "weight" if flags[0] else "log_prob"
-    here = weight if flags[0] else _some([rows[i].trajectory.trajectory_id for i in broken])
-    log.error("%s: %s", REASONS[reason][0], _everywhere(here, world))
+    found = {"weight": weight} | {
+        reason: _some([rows[i].trajectory.trajectory_id for i in which])
+        for reason, which in (("log_prob", broken), ("reference", _broken(ref or [])))
+    }
+    flags = all_max([bool(here) for here in found.values()], world)
+    reason = next((reason for reason, flag in zip(found, flags, strict=True) if flag), "")
+    if reason:
+        log.error("%s: %s", REASONS[reason][0], _everywhere(found[reason], world))
     return reason
+
+
+def _broken(logp: Sequence[Tensor]) -> list[int]:
+    """Rows with a log-prob that is none. One look at all; row by row only when there is something to find."""
+    if not logp or is_finite(torch.cat(list(logp))):
+        return []
+    return [i for i, values in enumerate(logp) if not is_finite(values)]
 
 
 def check_step(policy: Policy, update: int, world: World) -> None:

@@ -24,6 +24,7 @@ from asyncrl.learner.probing import score_probes
 from asyncrl.learner.publish import export, published_dtype
 from asyncrl.learner.publishing import Due, Publishing
 from asyncrl.learner.recorder import Recorder, absent
+from asyncrl.learner.reference import open_reference
 from asyncrl.learner.sentinel import Sentinel
 from asyncrl.learner.settings import LiveSettings, as_text, is_paused
 from asyncrl.learner.shard import World, build_policy, init_world
@@ -58,8 +59,8 @@ class Learner:
         self.settings = LiveSettings(config)
         s = config.learner
         self.info = describe(config.model.path)
-        replay = config.algorithm.routes == "r3"
-        self.policy = build_policy(config.model, s, replay, world)
+        self.policy = build_policy(config.model, s, config.algorithm.replays, world)
+        self.reference = open_reference(config, world)
         self.updater = Updater(self.policy, s, config.algorithm, world)
         r, limit_s = config.replay, config.run.start_timeout_s
         keys = client_keys(r.security, r.keys, r.client)
@@ -231,7 +232,7 @@ class Learner:
             started, wall = time.monotonic(), time.time()
             outcome = run_update(
                 self.policy, self.updater, self._rows(shard, m), self.update, self.carry, state, self.config,
-                self.info, self.world, self.dumps.due,
+                self.info, self.world, self.dumps.due, self.reference,
             )  # fmt: skip
             step_s = time.monotonic() - started
             if self.recorder is not None:
@@ -270,6 +271,8 @@ class Learner:
 
     def _check_replay(self, outcome: Outcome) -> None:
         """R3 that forces nothing is a silent no-op: an error after MAX_UNFORCED updates."""
+        if self.config.algorithm.routes != "r3":
+            return
         self.unforced_in_a_row = self.unforced_in_a_row + 1 if outcome.forced_fraction == 0 else 0
         if self.unforced_in_a_row >= MAX_UNFORCED:
             raise TrainingError(

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from asyncrl.algos.corrections import tis_weights
 from asyncrl.algos.mismatch import finalise, mismatch_sums
 from asyncrl.learner.batch import Row
+from asyncrl.learner.objective import correction_weights
 from asyncrl.learner.score import Scores
+from asyncrl.learner.step import RowValues
 from asyncrl.learner.table import Table
-from asyncrl.sections.training import CorrectionSection
+from asyncrl.sections.algorithm import AlgorithmSection
 
 TAUS = (1.2, 2.0, 5.0, 10.0)
 """Bounds of F(tau): the share of tokens whose ratio or inverse ratio exceeds tau."""
@@ -39,23 +39,23 @@ def mismatch_columns(rows: Sequence[Row], scores: Scores) -> dict[str, NDArray[n
     return columns
 
 
-def tis_column(
-    rows: Sequence[Row], scores: Scores, old_logp: Sequence[Tensor], correction: CorrectionSection
-) -> NDArray[np.float64]:
-    """Sum of the TIS weights of every response's tokens [n]; NaN when there is no such correction."""
-    column = np.full(len(rows), np.nan)
-    if correction.kind != "tis":
-        return column
+def weight_columns(
+    rows: Sequence[Row], scores: Scores, values: RowValues, a: AlgorithmSection
+) -> dict[str, NDArray[np.float64]]:
+    """Columns [n]: weight, the sum of the correction weights of every response's tokens, and unweighted, how many of
+    them weigh 0; NaN when there is no correction."""
+    weight, unweighted = np.full(len(rows), np.nan), np.full(len(rows), np.nan)
+    if a.correction.kind == "none":
+        return {"weight": weight, "unweighted": unweighted}
     for part in scores.parts:
-        index = list(part.batch.index)
+        index, b = list(part.batch.index), part.batch
         if not index:
             continue
-        b = part.batch
-        weight = tis_weights(
-            part.padded(old_logp), b.rollout_logp, b.predict_mask, cap=correction.cap, level=correction.level
-        )
-        column[index] = weight.double().sum(dim=1).cpu().numpy()
-    return column
+        old = part.padded(values.old_logp)
+        weights = correction_weights(old, b.rollout_logp, b.predict_mask, part.router_shift, a)
+        weight[index] = weights.double().sum(dim=1).cpu().numpy()
+        unweighted[index] = ((weights == 0) & b.predict_mask).double().sum(dim=1).cpu().numpy()
+    return {"weight": weight, "unweighted": unweighted}
 
 
 def mismatch_of(table: Table, rows: NDArray[np.bool_]) -> dict[str, float]:

@@ -26,7 +26,7 @@ def score_probes(
         return None
     rows, _ = usable(rows_of(groups, update, bound, info), info.top_k)
     budget = config.learner.micro_batch_tokens
-    batches, _ = plan(rows, [True] * len(rows), info, budget, False, policy.replay, world)
+    batches, _ = plan(rows, [True] * len(rows), info, budget, False, config.algorithm.routes == "r3", world)
     scores = score(policy, rows, batches, False, info, world)
     reshard(policy)
     columns = row_columns(rows) | mismatch_columns(rows, scores) | {"drift": scores.drift}

@@ -27,10 +27,12 @@ log = logging.getLogger(__name__)
 def absent(config: Config) -> tuple[str, ...]:
     """Beginnings of the metric names that no record of this run has, whatever is tuned."""
     a = config.algorithm
-    missing = {"r3/": a.routes != "r3", "mismatch/tis_weight_mean": a.correction.kind != "tis"}
+    missing = {f"{routes}/": a.routes != routes for routes in ("r3", "r2")}
+    missing |= {"policy/ref_kl": not a.kl.coef, "policy/kl_loss": not a.kl_in_loss}
     missing["eval/"] = config.eval.every == 0
     # Of a single generator there is no fleet to compare it with.
     missing["sentinel/"] = config.generator.count < 2 and config.replay.connect is None
+    # Under r2 the only batch of a take has one all the same.
     missing["drift/"] = a.routes == "r3" and a.native_drift_every == 0
     return tuple(name for name, yes in missing.items() if yes)
 

@@ -86,11 +86,15 @@ def policy_scalars(outcome: Outcome) -> Scalars:
         "policy/clip_fraction": _ratio(s.clipped, t["tokens"][keep].sum()),
         "policy/zero_variance_fraction": _ratio(flat, len(groups)),
         "policy/loss": s.loss,
+        "policy/kl_loss": s.kl,
+        "policy/ref_kl": _ratio(t["ref_k3"].sum(), t["tokens"].sum()),
+        "policy/ref_kl_k1": _ratio(t["ref_k1"].sum(), t["tokens"].sum()),
         "policy/responses": float(len(t)),
         "policy/tokens": float(t["tokens"].sum()),
         "optim/grad_norm": s.grad_norm,
         "optim/lr": s.lr,
-        "mismatch/tis_weight_mean": _ratio(t["tis_weight"][keep].sum(), t["tokens"][keep].sum()),
+        "mismatch/weight_mean": _ratio(t["weight"][keep].sum(), t["tokens"][keep].sum()),
+        "mismatch/weight_zero": _ratio(t["unweighted"][keep].sum(), t["tokens"][keep].sum()),
     }
 
 
@@ -100,8 +104,8 @@ def drift_scalars(outcome: Outcome, info: ModelInfo) -> Scalars:
     out: Scalars = {"drift/routes_cut": float(t["cut"].sum())}
     out["drift/uncounted_fraction"] = _ratio(t["uncounted"].sum(), t["tokens"].sum())
     if not math.isnan(outcome.forced_fraction):
-        out["r3/forced_fraction"] = outcome.forced_fraction
-        out["r3/in_pass_drift"] = _mean(t["drift"][~np.isnan(t["drift"])])
+        out[f"{outcome.routes}/forced_fraction"] = outcome.forced_fraction
+        out[f"{outcome.routes}/in_pass_drift"] = _mean(t["drift"][~np.isnan(t["drift"])])
     drift = native_of(outcome)
     if drift is None:
         return out
@@ -155,11 +159,12 @@ def filter_scalars(outcome: Outcome) -> Scalars:
     t = outcome.table
     dropped = np.asarray(outcome.would_drop, bool)
     moot = np.asarray(outcome.advantages == 0) & dropped
+    # Dropping a response of a zero-variance group changes nothing, unless a reference policy pulls on it.
+    inert = _flat_rows(t) & np.isnan(t["ref_k1"])
     out = {
         "filter/dropped": float((~np.asarray(outcome.keep, bool)).sum()),
         "filter/dropped_fraction": _ratio(dropped.sum(), (~np.isnan(t["drift"])).sum()),
-        # Dropping a response of a zero-variance group changes nothing.
-        "filter/effective_dropped_fraction": _ratio((dropped & ~_flat_rows(t)).sum(), (~np.isnan(t["drift"])).sum()),
+        "filter/effective_dropped_fraction": _ratio((dropped & ~inert).sum(), (~np.isnan(t["drift"])).sum()),
         "filter/zero_advantage_dropped": float(moot.sum()),
         "filter/carry": float(outcome.selection.carry),
         "filter/unfilled": float(outcome.selection.unfilled),

@@ -16,15 +16,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from asyncrl.algos.advantages import group_advantages, zero_variance
 from asyncrl.algos.drift import expert_counts
 from asyncrl.errors import ConfigError
-from asyncrl.learner.batch import Row, rows_of
+from asyncrl.learner.batch import Row, TakenRoutes, rows_of
 from asyncrl.learner.dump import Dump
 from asyncrl.learner.health import usable
 from asyncrl.learner.mismatch_rows import mismatch_columns
+from asyncrl.learner.rewards import silent_rows
 from asyncrl.learner.score import Scored, Scores, fill_drift, plan
 from asyncrl.learner.shard import Policy, World, build_policy, reshard
+from asyncrl.learner.update import TakeState
 from asyncrl.models.device import pick_device
 
 
@@ -63,7 +64,16 @@ def policy_of(dump: Dump, folder: Path, world: World) -> Policy:
     model = dump.config.model.model_copy(update={"path": str(folder)})
     # Compiling takes longer than the forwards of a few dumps, and there is no backward.
     settings = dump.config.learner.model_copy(update={"compile": False, "activation_checkpointing": False})
-    return build_policy(model, settings, False, world)
+    return build_policy(model, settings, dump.config.algorithm.replays, world)
+
+
+def take_state(dump: Dump) -> TakeState | None:
+    """What the update had from the scoring pass of its take, None where it was the only update of it."""
+    if dump.old_logp is None:
+        return None
+    forced, scores = dump.config.algorithm.routes == "r2", dump.scores or {}
+    routes = {i: TakenRoutes(r, scores.get(i), forced) for i, r in (dump.routes or {}).items()}
+    return TakeState({i: torch.from_numpy(logp) for i, logp in dump.old_logp.items()}, routes)
 
 
 def rows_of_rank(dump: Dump, rank: int) -> list[Row]:
@@ -79,7 +89,8 @@ def rescore(policy: Policy, dump: Dump, world: World) -> Native:
     ids = [row.trajectory.trajectory_id for rows in ranks for row in rows]
     if ids != dump.table.ids:
         raise ConfigError(f"{dump.folder} is damaged: its groups are not those of its table; use another dump")
-    silent, parts, at = _silent(dump), [], 0
+    silent: list[bool] = silent_rows(dump.table, dump.config.algorithm).tolist()
+    parts, at = [], 0
     for rows in ranks:
         parts.append(_rank(policy, rows, silent[at : at + len(rows)], dump, world))
         at += len(rows)
@@ -97,15 +108,6 @@ def rollout_routes(dump: Dump) -> list[NDArray[np.unsignedinteger] | None]:
             routes = row.trajectory.routes
             out.append(None if routes is None else np.sort(routes[_counted(row)], axis=-1))
     return out
-
-
-def _silent(dump: Dump) -> list[bool]:
-    """Rows that the update scored without a gradient, hence apart."""
-    rewards, groups = torch.from_numpy(dump.table["reward"]), dump.table.group_index
-    base = group_advantages(rewards, groups, kind=dump.config.algorithm.advantage)
-    withheld = torch.from_numpy(dump.table["withheld"] > 0)
-    silent: list[bool] = (zero_variance(rewards, groups) & (base == 0) | withheld).tolist()
-    return silent
 
 
 def _counted(row: Row) -> NDArray[np.int64]:

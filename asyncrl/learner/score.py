@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from asyncrl.algos.drift import expert_counts, layer_drift, route_drift
 from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches, padded_tokens, spread
-from asyncrl.learner.shard import Policy, World
+from asyncrl.learner.shard import Policy, World, reshard
 from asyncrl.learner.table import all_max
 from asyncrl.types import ModelInfo
 
@@ -31,11 +31,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A micro-batch and its forward: logp [B, S] (with graph when batch.grad), entropy [B, S]."""
+    """A micro-batch and its forward: logp [B, S] (with graph when batch.grad), entropy [B, S].
+
+    ref_logp [B, S]: of the reference policy. router_shift [B, S]: mean over layers and K of |log-score now - at the
+    start of the take| of the experts that were used then. used int16 [L, B, S, K]: the experts that were used, and
+    scores float32 [L, B, S, K] their log-scores, both on the CPU. None where nobody asks.
+    """
 
     batch: MicroBatch
     logp: Tensor
     entropy: Tensor
+    ref_logp: Tensor | None = None
+    router_shift: Tensor | None = None
+    scores: Tensor | None = None
+    used: Tensor | None = None
 
     def padded(self, values: Sequence[Tensor]) -> Tensor:
         """Per-row values [S_i] of the whole rank, laid out like logp [B, S]; 0 beyond each row."""
@@ -69,6 +78,17 @@ def _warn_of_long_rows(budget: int) -> None:
         "the longest response, not the budget, sets the peak memory; raise learner.micro_batch_tokens, or lower "
         "sampling.max_new_tokens if memory runs out", budget,
     )  # fmt: skip
+
+
+class Wanted(NamedTuple):
+    """What a scoring pass keeps of the routers. routes: the experts that were used. scores: their log-scores; for rows
+    that carry those of the start of their take, how far the scores of these experts moved since."""
+
+    routes: bool = False
+    scores: bool = False
+
+
+NOTHING = Wanted()
 
 
 class Work(NamedTuple):
@@ -116,9 +136,17 @@ def plan(
 
 
 def score(
-    policy: Policy, rows: Sequence[Row], batches: Sequence[MicroBatch], fused: bool, info: ModelInfo, world: World
+    policy: Policy,
+    rows: Sequence[Row],
+    batches: Sequence[MicroBatch],
+    fused: bool,
+    info: ModelInfo,
+    world: World,
+    reference: Policy | None = None,
+    wanted: Wanted = NOTHING,
 ) -> Scores:
-    """Forward every micro-batch once and measure drift against the rollout counts."""
+    """Forward every micro-batch once and measure drift against the rollout counts; with a reference policy its
+    log-probs too, natively routed."""
     parts: list[Scored] = []
     drift = np.full(len(rows), np.nan)
     layers = np.full((len(rows), len(info.layers)), np.nan)
@@ -127,8 +155,8 @@ def score(
     for cpu_batch in batches:
         batch = cpu_batch.to(world.device)
         with torch.set_grad_enabled(batch.grad):
-            logp, entropy, native = policy(batch)
-        parts.append(Scored(batch, logp, entropy))
+            logp, entropy, native = policy(batch, wanted.scores)
+        parts.append(_scored(policy, batch, logp, entropy, reference, wanted))
         if batch.routes is not None and policy.hook is not None:
             # A share times a count is a whole number of rows, up to rounding.
             forced[0] += round(float(policy.hook.forced_fraction) * batch.input_ids.numel(), 6)
@@ -136,7 +164,31 @@ def score(
             forced[1] += float(sum(max(rows[i].size - 1, 0) for i in batch.index))
         if native is not None and batch.index:
             usage += fill_drift(drift, layers, rows, batch, native, info)
+    if reference is not None:
+        # No whole weights of it while the policy is differentiated.
+        reshard(reference)
     return Scores(parts, drift, layers, (forced[0], forced[1]), fused, usage)
+
+
+def _scored(
+    policy: Policy, batch: MicroBatch, logp: Tensor, entropy: Tensor, reference: Policy | None, wanted: Wanted
+) -> Scored:
+    """The forward that the policy just ran, with what else was asked for."""
+    part = Scored(batch, logp, entropy)
+    if reference is not None:
+        with torch.no_grad():
+            part = replace(part, ref_logp=reference(batch)[0])
+    # A forward without a row is there for the other ranks.
+    if policy.hook is None or not batch.index:
+        return part
+    if wanted.routes:
+        part = replace(part, used=policy.hook.used.to(torch.int16).cpu())
+    if wanted.scores and batch.watched_scores is not None:
+        shift_LBSK = (policy.hook.scores - batch.watched_scores).abs()
+        # What was watched is read once, and would stay until the update ends.
+        done = replace(batch, watched=None, watched_scores=None)
+        return replace(part, batch=done, router_shift=shift_LBSK.mean(dim=(0, 3)))
+    return replace(part, scores=policy.hook.scores.cpu()) if wanted.scores else part
 
 
 def native_drift(

@@ -55,12 +55,12 @@ class LiveSettings:
             "sync_every": s.sync_every,
             "patience": s.patience,
             "rdc_q": a.rdc.q,
-            "tis_cap": a.correction.cap,
-            "eps_low": a.eps_low,
-            "eps_high": a.eps_high,
             "lr": c.learner.lr,
             "groups_in_flight": c.generator.groups_in_flight,
         }
+        values |= a.clip_range
+        if a.correction.kind == "tis":
+            values["tis_cap"] = a.correction.cap
         return {"tune/changes": float(self.seq)} | {f"settings/{key}": float(value) for key, value in values.items()}
 
 

@@ -74,12 +74,13 @@ class Policy(nn.Module):
         self.head = output_head(model)
         self.hook = RouteHook(model) if discover_routers(model) else None
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, batch: MicroBatch, scores: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs [B, S] at the predicting positions (0 elsewhere), entropy [B, S], routes.
 
-        Native routes are int [L, B, S, K], or None for a dense model.
+        Native routes are int [L, B, S, K], or None for a dense model. scores: `hook.scores` can be read afterwards, of
+        the experts in batch.watched, or of those used.
         """
-        hidden_BSH = self._hidden(batch)
+        hidden_BSH = self._hidden(batch, scores)
         mask_BS = batch.predict_mask
         weight_VH, bias_V = self.head.tensors(self.model)
         temperature_N = batch.temperature[:, None].expand_as(mask_BS)[mask_BS]
@@ -94,13 +95,14 @@ class Policy(nn.Module):
             logp_BS = logp_BS + _nothing(hidden_BSH, weight_VH, bias_V).to(logp_BS.dtype)
         return logp_BS, entropy_BS, self.hook.native if self.hook is not None else None
 
-    def _hidden(self, batch: MicroBatch) -> Tensor:
+    def _hidden(self, batch: MicroBatch, scores: bool) -> Tensor:
+        watch = batch.watched if scores else None
         if self.hook is None:
             capture: Any = nullcontext()
         elif self.replay and batch.routes is not None:
-            capture = self.hook.replay(batch.routes)
+            capture = self.hook.replay(batch.routes, scores=scores, watch=watch)
         else:
-            capture = self.hook.record()
+            capture = self.hook.record(scores=scores, watch=watch)
         with capture:
             out = self.model.base_model(input_ids=batch.input_ids, use_cache=False)
         hidden: Tensor = out.last_hidden_state

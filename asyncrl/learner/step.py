@@ -6,7 +6,7 @@ Knows nothing of queues, versions or metrics names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from asyncrl.learner.batch import MicroBatch, Row, collate, micro_batches, spread
 from asyncrl.learner.health import check_step
-from asyncrl.learner.objective import LossSums, Totals, batch_loss
+from asyncrl.learner.objective import LossSums, Tokens, Totals, batch_loss
 from asyncrl.learner.schedule import learning_rate
 from asyncrl.learner.score import Scored, Scores
 from asyncrl.learner.shard import Policy, World
 from asyncrl.learner.table import all_max, all_sum
-from asyncrl.sections.training import AlgorithmSection, LearnerSection
+from asyncrl.sections.algorithm import AlgorithmSection
+from asyncrl.sections.training import LearnerSection
 from asyncrl.types import ModelInfo
 
 
@@ -27,7 +28,8 @@ from asyncrl.types import ModelInfo
 class StepResult:
     """outcome: stepped, non_finite or filtered. grad_norm is before clipping, NaN when unknown.
 
-    clipped counts the tokens outside the clip range. reason: of health.REASONS, "" for a step.
+    clipped counts the tokens outside the clip range. kl: the part of the loss that is the KL term, NaN where it has
+    none. reason: of health.REASONS, "" for a step.
     """
 
     outcome: str
@@ -36,6 +38,19 @@ class StepResult:
     clipped: float
     lr: float
     reason: str = ""
+    kl: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class RowValues:
+    """What the scoring passes found, by row: CPU tensors [S_i] at the predicting positions.
+
+    old_logp: pi_old. router_shift and ref_logp as in `objective.Tokens`, None where nobody asks.
+    """
+
+    old_logp: Sequence[Tensor]
+    router_shift: Sequence[Tensor] | None = None
+    ref_logp: Sequence[Tensor] | None = None
 
 
 class Updater:
@@ -56,7 +71,7 @@ class Updater:
         update: int,
         rows: Sequence[Row],
         scores: Scores,
-        old_logp: Sequence[Tensor],
+        values: RowValues,
         advantages: Tensor,
         keep: Tensor,
         totals: Totals,
@@ -64,19 +79,18 @@ class Updater:
     ) -> StepResult:
         """Backward and step. advantages [n] and keep bool [n] are of this rank's rows.
 
-        old_logp[i] are the proximal log-probs of row i's predicting positions [S_i] as a CPU
-        tensor. A non-finite gradient anywhere makes every rank skip the step. A collective.
+        A non-finite gradient anywhere makes every rank skip the step. A collective.
         """
         if totals.tokens <= 0:
             return StepResult("filtered", 0.0, 0.0, 0.0, self._set_lr(update), "filtered")
-        sums = self.backward(rows, scores, old_logp, advantages, keep, totals, info)
+        sums = self.backward(rows, scores, values, advantages, keep, totals, info)
         return self.apply(update, sums)
 
     def backward(
         self,
         rows: Sequence[Row],
         scores: Scores,
-        old_logp: Sequence[Tensor],
+        values: RowValues,
         advantages: Tensor,
         keep: Tensor,
         totals: Totals,
@@ -86,7 +100,7 @@ class Updater:
         self._optimizer.zero_grad(set_to_none=True)
         sums = LossSums()
         for part in self._parts(rows, scores, advantages, keep, info):
-            self._backward(part, old_logp, advantages, keep, totals, sums)
+            self._backward(part, values, advantages, keep, totals, sums)
         return sums
 
     def apply(self, update: int, sums: LossSums) -> StepResult:
@@ -94,7 +108,7 @@ class Updater:
         lr = self._set_lr(update)
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self._settings.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        loss, clipped = all_sum(sums.vector(), self._world)
+        loss, clipped, kl = all_sum(sums.vector(), self._world)
         # Both are global, so every rank takes the same branch.
         reason = "" if math.isfinite(grad_norm) else "gradient"
         reason = reason if math.isfinite(loss) else "loss"
@@ -102,7 +116,8 @@ class Updater:
             self._optimizer.step()
             check_step(self._policy, update, self._world)
         self._optimizer.zero_grad(set_to_none=True)
-        return StepResult("non_finite" if reason else "stepped", grad_norm, loss, clipped, lr, reason)
+        kl = kl if self._algorithm.kl_in_loss else math.nan
+        return StepResult("non_finite" if reason else "stepped", grad_norm, loss, clipped, lr, reason, kl)
 
     def skip(self, update: int, reason: str) -> StepResult:
         """No backward and no step, for a reason of health.REASONS. No collective: every rank knows the reason."""
@@ -150,17 +165,20 @@ class Updater:
         """The forwards to differentiate: those of the scoring pass, or new ones over what trains."""
         if scores.fused:
             return [p for p in scores.parts if p.batch.grad]
-        wanted = [i for i in range(len(rows)) if bool(keep[i]) and float(advantages[i]) != 0.0]
+        # A KL term pulls on every token, whatever its advantage.
+        pulled = [self._algorithm.kl_in_loss and row.trains for row in rows]
+        wanted = [i for i, p in enumerate(pulled) if bool(keep[i]) and (p or float(advantages[i]) != 0.0)]
         sizes, budget = [r.size for r in rows], self._settings.micro_batch_tokens
         most = max(1, int(all_max([len(micro_batches(sizes, wanted, budget))], self._world)[0]))
         split = spread(sizes, wanted, budget, most)
         replay = any(p.batch.routes is not None for p in scores.parts)
-        return _Lazy(self._policy, [collate(rows, i, info, True, replay) for i in split], self._world)
+        plain = [row.without_scores() for row in rows]
+        return _Lazy(self._policy, [collate(plain, i, info, True, replay) for i in split], self._world)
 
     def _backward(
         self,
         part: Scored,
-        old_logp: Sequence[Tensor],
+        values: RowValues,
         advantages: Tensor,
         keep: Tensor,
         totals: Totals,
@@ -169,13 +187,15 @@ class Updater:
         batch = part.batch
         index = list(batch.index)
         device = part.logp.device
-        old = part.padded(old_logp)
+        shift, ref = (None if v is None else part.padded(v) for v in (values.router_shift, values.ref_logp))
         adv = torch.zeros(len(batch.input_ids), dtype=torch.float32, device=device)
         mask = batch.predict_mask
         if index:
             adv = advantages[index].to(device, torch.float32)
             mask = mask & keep[index].to(device)[:, None]
-        loss = batch_loss(part.logp, old, batch.rollout_logp, adv, mask, self._algorithm, totals, sums)
+        old = part.padded(values.old_logp)
+        tokens = Tokens(part.logp, old, batch.rollout_logp, adv, mask, shift, ref)
+        loss = batch_loss(tokens, self._algorithm, totals, sums)
         # FSDP averages gradients over ranks; the loss is a sum of shares, so undo the average.
         (loss * self._world.size).backward()
 
@@ -197,9 +217,19 @@ class _Lazy(Sequence[Scored]):
 
 def row_logprobs(rows: Sequence[Row], scores: Scores) -> list[Tensor]:
     """Detached log-probs of every row at its predicting positions, [S_i] each, on the CPU."""
+    return by_row(rows, scores, lambda part: part.logp) or []
+
+
+def by_row(rows: Sequence[Row], scores: Scores, of: Callable[[Scored], Tensor | None]) -> list[Tensor] | None:
+    """A [B, S] tensor of every forward, row by row [S_i], detached and on the CPU; None when a forward has none."""
     out: list[Tensor] = [torch.zeros(0)] * len(rows)
     for part in scores.parts:
-        logp = part.logp.detach().cpu()
+        found = of(part)
+        if found is None and part.batch.index:
+            return None
+        if found is None:
+            continue
+        values = found.detach().cpu()
         for j, i in enumerate(part.batch.index):
-            out[i] = logp[j, : rows[i].size]
+            out[i] = values[j, : rows[i].size]
     return out

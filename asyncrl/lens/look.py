@@ -94,7 +94,9 @@ def _forward(
 
 def logged(dump: Dump) -> Floats | None:
     """The native drift that the update measured, [n]; None where it measured that of replayed routes only."""
-    if dump.config.algorithm.routes == "r3":
+    routes = dump.config.algorithm.routes
+    # Under r2 the only update of a take is natively routed.
+    if routes == "r3" or (routes == "r2" and dump.routes is not None):
         return dump.table.columns.get("native_drift")
     return dump.table["drift"]
 

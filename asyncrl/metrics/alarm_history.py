@@ -14,9 +14,9 @@ SPAN_S = 2.0
 """Time in which every generator was heard at least once: they count, and say so once a second."""
 
 _READ = (
-    "policy/", "optim/", "mismatch/ess", "mismatch/f_2", "mismatch/kl_", "drift/mean", "staleness/lag_",
-    "staleness/masked_", "staleness/left_out/count", "staleness/trained/count", "throughput/", "experts/unused",
-    "generator/alive", "verifier/",
+    "policy/", "optim/", "mismatch/ess", "mismatch/f_2", "mismatch/kl_", "mismatch/weight_zero", "drift/mean",
+    "staleness/lag_", "staleness/masked_", "staleness/left_out/count", "staleness/trained/count", "throughput/",
+    "experts/unused", "generator/alive", "verifier/",
 )  # fmt: skip
 _OF_GENERATORS = ("/alive", "/reward_errors")
 

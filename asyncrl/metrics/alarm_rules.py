@@ -121,6 +121,15 @@ def truncation(h: History, s: sections.TruncationAlarm, facts: Facts) -> Judgeme
     )  # fmt: skip
 
 
+def unweighted_tokens(h: History, s: sections.UnweightedAlarm, _: Facts) -> Judgement | None:
+    """A correction that drops what it is to correct: the step goes on, by the optimizer's moments alone."""
+    share = h.get("mismatch/weight_zero")
+    if share is None:
+        return None
+    text = f"the correction leaves {share:.0%} of the loss tokens out (weight 0, limit {s.above:.0%})"
+    return Judgement(share > s.above, text)
+
+
 def zero_variance(h: History, s: sections.ZeroVarianceAlarm, _: Facts) -> Judgement | None:
     """Groups without a lesson."""
     share, reward = h.get("policy/zero_variance_fraction"), h.get("policy/reward")

@@ -77,6 +77,11 @@ RULES: dict[str, tuple[Judge, str]] = {
         "raise staleness.max_lag, lower staleness.sync_every, or use more generators with fewer groups in flight; "
         "where long answers are left out the policy learns to answer briefly",
     ),
+    "unweighted_tokens": (
+        rules.unweighted_tokens,
+        "widen the bounds of algorithm.correction (low and high of mask, bound of trm), lower staleness.max_lag, or "
+        "use a correction that weighs and drops nothing, such as tis",
+    ),
     "skipped_updates": (
         rules.skipped_updates,
         "the learner's log names the rows or weights; docs/learner.md says where to look for each reason",

@@ -39,11 +39,20 @@ _PAGES: Mapping[str, Mapping[str, Chart]] = {
         "share of the responses by data source": ("source/<word>/share",),
         "length by data source, in tokens": ("source/<word>/length",),
         "loss": ("policy/loss",),
+        "KL to the reference policy per token: k3, k1, and its part of the loss": (
+            "policy/ref_kl",
+            "policy/ref_kl_k1",
+            "policy/kl_loss",
+        ),
     },
     "Mismatch": {
         "KL of generators against learner: k1, k3": ("mismatch/kl_k1", "mismatch/kl_k3"),
         "F(tau): share of tokens whose ratio exceeds tau": ("mismatch/f_1.2", "mismatch/f_2", "mismatch/f_5"),
-        "effective sample size as a share, mean importance weight": ("mismatch/ess", "mismatch/tis_weight_mean"),
+        "effective sample size as a share, mean weight and share left out of the correction": (
+            "mismatch/ess",
+            "mismatch/weight_mean",
+            "mismatch/weight_zero",
+        ),
         "KL (k3) by lag": ("mismatch/lags_<lags>/kl_k3",),
         "F(2) by lag": ("mismatch/lags_<lags>/f_2",),
         "F(1.2) by lag": ("mismatch/lags_<lags>/f_1.2",),
@@ -104,7 +113,12 @@ _PAGES: Mapping[str, Mapping[str, Chart]] = {
         "length, kept and dropped": ("filter/kept/length", "filter/dropped/length"),
         "reward, kept and dropped": ("filter/kept/reward", "filter/dropped/reward"),
         "|log ratio|, kept and dropped": ("filter/kept/abs_log_ratio", "filter/dropped/abs_log_ratio"),
-        "routing replay: share forced, drift inside the pass": ("r3/forced_fraction", "r3/in_pass_drift"),
+        "routing replay: share forced, drift inside the pass": (
+            "r3/forced_fraction",
+            "r3/in_pass_drift",
+            "r2/forced_fraction",
+            "r2/in_pass_drift",
+        ),
         "responses without drift, or with unknown routes": ("drift/undefined", "drift/routes_cut"),
         "drift of responses: mean, and 10 % to 90 % as a band": Band("drift/mean", "drift/p10", "drift/p90"),
     },
@@ -155,6 +169,7 @@ _PAGES: Mapping[str, Mapping[str, Chart]] = {
             "alarm/learner_starving",
             "alarm/generators_starving",
         ),
+        "what a correction leaves out": ("alarm/unweighted_tokens",),
         "faults": ("alarm/dead_generator", "alarm/reward_errors", "alarm/skipped_updates", "alarm/not_finite"),
     },
     "Sentinel": {

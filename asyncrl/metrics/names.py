@@ -37,6 +37,10 @@ NAMES: dict[str, str] = {
     "policy/clip_fraction": "share of loss tokens whose ratio was clipped",
     "policy/zero_variance_fraction": "share of groups whose rewards are all equal (advantage exactly 0)",
     "policy/loss": "the loss that was minimised",
+    "policy/kl_loss": "the part of it that is the KL term, algorithm.kl.coef included; with algorithm.kl.where=loss",
+    "policy/ref_kl": "KL of the policy against the reference policy per loss token (k3): never negative; with "
+    "algorithm.kl.coef > 0",
+    "policy/ref_kl_k1": "the same as mean(log pi - log ref) (k1): may be negative",
     "policy/responses": "responses of this update",
     "policy/tokens": "loss tokens of this update, after the staleness mask and truncated=mask",
     "eval/sampled_accuracy": "held-out accuracy, sampled at the training temperature: mean reward over all sets",
@@ -73,8 +77,8 @@ NAMES: dict[str, str] = {
     "optim/grad_norm": "gradient norm before clipping, over all ranks",
     "optim/lr": "learning rate of this update",
     "optim/skipped_updates": "batches so far that made no step (non-finite, or nothing left)",
-    "optim/skipped/<reason>": "of those, for one reason: weight, log_prob, loss, gradient (not finite on some rank), "
-    "filtered (nothing left); docs/learner.md says where to look",
+    "optim/skipped/<reason>": "of those, for one reason: weight, log_prob, reference, loss, gradient (not finite on "
+    "some rank), filtered (nothing left); docs/learner.md says where to look",
     "optim/stepped": "1 when this batch made an optimizer step, else 0",
     # mismatch of rollout and learner probabilities, per token
     "mismatch/kl_k1": "mean(log mu - log pi): unbiased, may be negative",
@@ -84,7 +88,8 @@ NAMES: dict[str, str] = {
     "mismatch/f_5": "the same above 5",
     "mismatch/f_10": "the same above 10",
     "mismatch/ess": "effective sample size of the ratios as a share in (0, 1]",
-    "mismatch/tis_weight_mean": "mean truncated importance weight",
+    "mismatch/weight_mean": "mean weight of algorithm.correction over the loss tokens that RDC kept",
+    "mismatch/weight_zero": "share of these tokens that the correction leaves out (weight 0)",
     "mismatch/missing_logprobs": "tokens of this update without a rollout log-prob (weight 1)",
     "mismatch/refused_responses": "responses of this update with an impossible rollout log-prob, which replay should "
     "have refused; not trained",
@@ -103,7 +108,8 @@ NAMES: dict[str, str] = {
     "mismatch/lags_<lags>/f_5": "f_5 of the responses whose lag is in this range",
     "mismatch/lags_<lags>/ess": "effective sample size of the responses whose lag is in this range",
     # router drift
-    "drift/mean": "mean native drift of the responses that have one; under r3 drift/* only on updates that measured it",
+    "drift/mean": "mean native drift of the responses that have one; under r3 and r2 drift/* only on updates that "
+    "measured it",
     "drift/p10": "10th percentile of the drift",
     "drift/p50": "median drift",
     "drift/p90": "90th percentile of the drift",
@@ -170,7 +176,8 @@ NAMES: dict[str, str] = {
     "replay/dropped_now/<reason>": "the same since the record before",
     "replay/refused_per_s/<reason>": "lease requests per second since the record before that got less than asked for",
     # fleet
-    "generator/<id>/drift": "mean native drift of this generator's responses; under r3 only where it was measured",
+    "generator/<id>/drift": "mean native drift of this generator's responses; under r3 and r2 only where it was "
+    "measured",
     "generator/<id>/abs_log_ratio": "mean |log pi/mu| of this generator's responses",
     "generator/<id>/tokens_per_s": "tokens that this generator samples per second",
     "generator/<id>/busy_fraction": "share of the time this generator's engine is decoding",
@@ -249,6 +256,9 @@ NAMES: dict[str, str] = {
     # routing replay
     "r3/forced_fraction": "share of the scored rows whose routes were forced: 1 unless routes are unknown or broken",
     "r3/in_pass_drift": "drift of the native routes of the forced pass (upstream layers replayed): RDC ranks by it",
+    "r2/forced_fraction": "share of the scored rows whose routes were forced to those at the start of their take: 1; "
+    "absent where a take has one batch, which is natively routed",
+    "r2/in_pass_drift": "as r3/in_pass_drift, of the pass on the routes of the start of the take",
     # the run
     "run/epoch": "how often the learner was started again in this run: a record undoes those of its update and later "
     "with a lower epoch",

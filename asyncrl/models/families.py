@@ -31,7 +31,8 @@ class Family:
 
     scores: what the router makes of its logits. normalised: whether weights are divided by their sum over the chosen
     experts; a string is the config field that says so, with its default in normalised_by_default. scores_field: the
-    config field that names the scores. packing: several responses in one row of the batch give the numbers of
+    config field that names the scores. gives_probabilities: whether the first output of its router is the softmax of
+    the logits; else it is the logits. packing: several responses in one row of the batch give the numbers of
     separate rows (position_ids that start again, no attention mask). sdpa: has that attention, else eager only.
     """
 
@@ -40,14 +41,19 @@ class Family:
     normalised_by_default: bool = True
     scores_field: str | None = None
     shared_in_sum: bool = False
+    gives_probabilities: bool = False
     packing: bool = True
     sdpa: bool = True
+
+    def scores_in(self, config: Mapping[str, Any]) -> str:
+        """What the router of a model with this (text) config makes of its logits."""
+        return self.scores if self.scores_field is None else config.get(self.scores_field) or self.scores
 
     def formula(self, config: Mapping[str, Any]) -> str:
         """The key of FORMULAS that holds for the (text) config of a model."""
         if self.shared_in_sum:
             return f"{self.scores}_shared"
-        scores = self.scores if self.scores_field is None else config.get(self.scores_field) or self.scores
+        scores = self.scores_in(config)
         if isinstance(self.normalised, bool):
             normalised = self.normalised
         else:
@@ -84,7 +90,7 @@ SERVED: dict[str, Family] = {
     "exaone_moe": _SIGMOID_BY_FIELD,
     "flex_olmo": _SOFTMAX_BY_FIELD,
     "flint": Family("sigmoid", _NORM, sdpa=False),
-    "gemma4_text": _SOFTMAX,
+    "gemma4_text": Family(gives_probabilities=True),
     "glm4_moe": _SIGMOID_BY_FIELD,
     "glm4_moe_lite": _SIGMOID_BY_FIELD,
     "glm_moe_dsa": _SIGMOID_BY_FIELD,

@@ -60,7 +60,8 @@ class Shape:
 class Plan:
     """What a rank does in an update. tokens: padded tokens of a micro-batch; length: the longest row in tokens.
 
-    share: tokens of the rank in one update. fused: scoring and update share the forward of the whole share.
+    share: tokens of the rank in one update. fused: scoring and update share the forward of the whole share. reference:
+    sizes of the reference policy of a KL term, None without one.
     """
 
     dtype: str
@@ -75,7 +76,9 @@ class Plan:
     attention: str = "sdpa"
     router_dtype: str = "checkpoint"
     routes_replayed: bool = False
+    routers_compared: bool = False
     fused: bool = False
+    reference: Shape | None = None
 
 
 class Item(NamedTuple):
@@ -235,6 +238,13 @@ def activations(s: Shape, p: Plan) -> tuple[int, int, int]:
     return kept, one, scratch
 
 
+def _forward_layer(s: Shape, p: Plan) -> int:
+    """Bytes inside a layer without graph: the experts' inputs, gate and up, activation and product; the residual."""
+    sparse = s.top_k * (s.hidden + 4 * s.expert) + 4 * s.shared if s.moe_layers else 0
+    wide = max(sparse, 4 * s.dense if s.moe_layers < s.layers else 0) * BYTES[p.dtype]
+    return p.tokens * (max(wide, s.heads * p.length * 4 if _all_pairs(s, p) else 0) + 4 * s.hidden * BYTES[p.dtype])
+
+
 def _kinds(s: Shape) -> tuple[tuple[bool, int], tuple[bool, int]]:
     return (True, s.moe_layers), (False, s.layers - s.moe_layers)
 
@@ -243,18 +253,38 @@ def _head(s: Shape, p: Plan) -> int:
     """The final norm, the rows that predict and their gradient; blocks of logits; the output matrix' gradient."""
     d = BYTES[p.dtype]
     wide = max(4, d)
-    rows = min(p.logprob_chunk, p.tokens)
-    columns = min(s.vocab, max(1, p.block_numbers // max(1, rows, s.hidden)))
-    logits = rows * columns * wide
+    logits = _logits(s, p)
     # The block before is freed only when the next one is there; its weights and their gradient are wide.
-    backward = 2 * logits + columns * s.hidden * wide * (2 if d == 2 else 1) + 2 * s.vocab * s.hidden * d
-    return max(3 * logits, backward) + p.tokens * s.hidden * (4 + 2 * d + d + wide)
+    backward = 2 * logits + _columns(s, p) * s.hidden * wide * (2 if d == 2 else 1) + 2 * s.vocab * s.hidden * d
+    return max(3 * logits, backward) + _predicting(s, p) + p.tokens * s.hidden * wide
+
+
+def _forward_head(s: Shape, p: Plan) -> int:
+    """The same without a backward pass."""
+    return 3 * _logits(s, p) + _predicting(s, p)
+
+
+def _predicting(s: Shape, p: Plan) -> int:
+    """The final norm, and the rows that predict."""
+    return p.tokens * s.hidden * (4 + 3 * BYTES[p.dtype])
+
+
+def _columns(s: Shape, p: Plan) -> int:
+    rows = min(p.logprob_chunk, p.tokens)
+    return min(s.vocab, max(1, p.block_numbers // max(1, rows, s.hidden)))
+
+
+def _logits(s: Shape, p: Plan) -> int:
+    """A block of logits."""
+    return min(p.logprob_chunk, p.tokens) * _columns(s, p) * max(4, BYTES[p.dtype])
 
 
 def _batch(s: Shape, p: Plan) -> int:
     """Tensors of the rank's rows on the device: ids, targets, mask, log-probs, entropy; routes of one micro-batch."""
     routes = s.moe_layers * s.top_k
     replayed = p.share * routes * 2 if p.routes_replayed else 0
+    # Ids in 16 bits and log-scores of one micro-batch, of the scoring pass of the take.
+    replayed += p.tokens * routes * (2 + 4) if p.routers_compared else 0
     return p.share * (8 + 8 + 1 + 4 * 4) + p.tokens * routes * (2 + 8) + replayed
 
 
@@ -267,12 +297,15 @@ def estimate(s: Shape, p: Plan) -> Estimate:
         Item("AdamW moments", 2 * shard * wide),
         Item("batch and routes", _batch(s, p)),
     ]
+    if p.reference is not None:
+        always.append(Item("parameters of the reference policy", math.ceil(p.reference.parameters / p.ranks) * wide))
     moments = {
         "log-probs": _at_head(s, p),
         "backward of the top layer": _in_layer(s, p, 0),
         "backward of the layer below the top": _in_layer(s, p, min(1, s.layers - 1)),
         "backward of the bottom layer": _in_layer(s, p, s.layers - 1),
         "pass for the native drift": _at_native_pass(s, p),
+        "pass of the reference policy": _at_reference(s, p),
         "reduction of the root's gradients": [
             Item("gradients", shard * wide),
             Item("gradients being reduced", s.root_parameters * wide),
@@ -300,12 +333,26 @@ def _at_head(s: Shape, p: Plan) -> list[Item]:
 
 
 def _at_native_pass(s: Shape, p: Plan) -> list[Item]:
-    """Under R3 a forward without graph on native routes, while the graph of a fused pass waits."""
+    """Under R3 and R2 a forward without graph on native routes, while the graph of a fused pass waits."""
     if not (p.routes_replayed and p.fused):
         return []
     kept, one, _ = activations(s, p)
     d = BYTES[p.dtype]
     return [Item("whole weights", (s.root_parameters + s.layer_parameters) * d), Item("activations", kept + one)]
+
+
+def _at_reference(s: Shape, p: Plan) -> list[Item]:
+    """A forward without graph of the reference, while the graph of a fused pass waits with its last logits."""
+    if p.reference is None:
+        return []
+    d, r, kept = BYTES[p.dtype], p.reference, 0
+    if p.fused:
+        kept = activations(s, p)[0] + _logits(s, p) + _predicting(s, p)
+    return [
+        Item("whole weights", (s.root_parameters + r.root_parameters + r.layer_parameters) * d),
+        Item("activations", kept),
+        Item("a layer or the log-probs of the reference", max(_forward_layer(r, p), _forward_head(r, p))),
+    ]
 
 
 def _in_layer(s: Shape, p: Plan, done: int) -> list[Item]:

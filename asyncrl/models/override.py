@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from asyncrl.errors import RouteError
+from asyncrl.models.router_scores import log_scores
 
 if TYPE_CHECKING:
     from asyncrl.models.routes import RouteHook
@@ -29,14 +30,28 @@ def in_backward() -> bool:
 class RoutePass:
     """The routes of one model forward: forced int16 [L, N, K] or None; native and used per layer.
 
-    It outlives the context that made it, because a recomputation in backward reads `used`.
+    reads_scores: record log-scores too, of the experts in watched integers [L, B, S, K], or of the used ones. It
+    outlives the context that made it, because a recomputation in backward reads `used`.
     """
 
-    __slots__ = ("checkpointed", "entered", "forced", "forced_rows", "native", "rerun", "shape", "used")
+    __slots__ = (
+        "checkpointed", "entered", "forced", "forced_rows", "native", "reads_scores", "rerun", "scores", "shape",
+        "used", "watched",
+    )  # fmt: skip
 
-    def __init__(self, layers: int, shape: tuple[int, int] | None, forced_LNK: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        shape: tuple[int, int] | None,
+        forced_LNK: Tensor | None = None,
+        reads_scores: bool = False,
+        watched_LBSK: Tensor | None = None,
+    ) -> None:
         self.shape = shape
         self.forced = forced_LNK
+        self.reads_scores = reads_scores
+        self.watched = watched_LBSK
+        self.scores: list[Tensor | None] = [None] * layers
         self.native: list[Tensor | None] = [None] * layers
         self.used: list[Tensor | None] = [None] * layers
         self.forced_rows: list[Tensor | None] = [None] * layers
@@ -49,7 +64,9 @@ class RoutePass:
         """An empty pass with the same forced routes, for an input of shape (B, S)."""
         if self.forced is not None and shape != self.shape:
             raise RouteError(f"routes are for a batch of {self.shape}, the model's input is {shape}")
-        one = RoutePass(len(self.native), shape, self.forced)
+        if self.watched is not None and shape != (watched := tuple(self.watched.shape[1:3])):
+            raise RouteError(f"watched experts are for a batch of {watched}, the model's input is {shape}")
+        one = RoutePass(len(self.native), shape, self.forced, self.reads_scores, self.watched)
         one.entered = True
         return one
 
@@ -98,8 +115,11 @@ class RoutedForward:
             output = self.inner(*args, **kwargs)
             chosen = output[self.position]
             state.native[self.index] = state.used[self.index] = chosen.detach()
-            return output
-        return self._overridden(state, args, kwargs)
+        else:
+            output = self._overridden(state, args, kwargs)
+        if state.reads_scores:
+            state.scores[self.index] = self._log_scores(state, output)
+        return output
 
     def _overridden(self, state: RoutePass, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = _AnswerTopK(self.num_experts, self.top_k, self._forced(state), state)
@@ -117,6 +137,17 @@ class RoutedForward:
         if self.position is None and isinstance(output, tuple):
             self.position = next((i for i, part in enumerate(output) if part is mode.used), None)
         return output
+
+    def _log_scores(self, state: RoutePass, output: Any) -> Tensor:
+        """Log-scores float32 [N, K] of the watched experts, or of the used ones."""
+        ids_NK = state.used[self.index] if state.watched is None else state.watched[self.index].flatten(0, 1)
+        logits_NE = output[0] if isinstance(output, tuple) else None
+        if ids_NK is None or not isinstance(logits_NE, Tensor) or logits_NE.shape != (len(ids_NK), self.num_experts):
+            raise RouteError(
+                f"{type(self.router).__name__}: its first output is not [rows, E={self.num_experts}] for the experts "
+                "that are asked for, so its scores cannot be read"
+            )
+        return log_scores(logits_NE, self.hook.scores_kind).gather(-1, ids_NK.long())
 
     def _forced(self, state: RoutePass) -> Tensor | None:
         if state.rerun:

@@ -20,6 +20,7 @@ from asyncrl.errors import RouteError
 from asyncrl.models.discover import RouterInfo, discover_routers, input_module
 from asyncrl.models.families import REFUSED
 from asyncrl.models.override import RoutedForward, RoutePass, in_backward
+from asyncrl.models.router_scores import ScoresKind, scores_kind
 
 __all__ = ["RouteHook", "discover_routers"]
 
@@ -50,6 +51,7 @@ class RouteHook:
         self.top_k: int = first.top_k
         self.routers: dict[int, nn.Module] = {info.layer: info.module for info in infos}
         self.num_layers: int = _num_layers(model, self.layers)
+        self.scores_kind: ScoresKind | None = scores_kind(_text_config(model))
         self.duplicate_rows: int = 0
         # Set by a router that replayed for a backward outside any checkpoint of ours.
         self.forced_for_backward: bool = False
@@ -74,25 +76,31 @@ class RouteHook:
         return self._active
 
     @contextmanager
-    def record(self, shape: tuple[int, int] | None = None) -> Iterator[RouteHook]:
+    def record(
+        self, shape: tuple[int, int] | None = None, scores: bool = False, watch: Tensor | None = None
+    ) -> Iterator[RouteHook]:
         """Record native routes of the forwards inside; logits and gradients stay bitwise the same.
 
         shape (B, S) is only needed by callers that run the router modules without the model; without
-        it such rows read as [L, N, 1, K].
+        it such rows read as [L, N, 1, K]. scores: `scores` can be read afterwards, of the experts in watch, integers
+        [L, B, S, K] that may repeat, or of those used. RouteError: a family whose scores are not known, watched
+        experts of another shape or outside of [0, E).
         """
-        with self._activate(RoutePass(len(self.layers), shape)):
+        watched_LBSK = self._watched(scores, watch)
+        with self._activate(RoutePass(len(self.layers), shape, None, scores, watched_LBSK)):
             yield self
 
     @contextmanager
-    def replay(self, routes: Tensor) -> Iterator[RouteHook]:
+    def replay(self, routes: Tensor, scores: bool = False, watch: Tensor | None = None) -> Iterator[RouteHook]:
         """Force routes in the forwards inside, and record the native choice of the same forwards.
 
         routes: any integer dtype [L, B, S, K], or one plane per decoder layer instead of per MoE
         layer. A row with a -1 is native there; so is a row that names an expert twice, which is added
-        to duplicate_rows. RouteError: wrong plane count or shape, an id < -1 or >= E.
+        to duplicate_rows. scores, watch: as in `record`. RouteError: wrong plane count or shape, an id < -1 or >= E.
         """
+        watched_LBSK = self._watched(scores, watch)
         forced_LNK, shape, duplicates = self._check(routes)
-        state = RoutePass(len(self.layers), shape, forced_LNK)
+        state = RoutePass(len(self.layers), shape, forced_LNK, scores, watched_LBSK)
         self.duplicate_rows += duplicates
         with self._activate(state):
             yield self
@@ -122,17 +130,25 @@ class RouteHook:
         return self._stacked("used")
 
     @property
+    def scores(self) -> Tensor:
+        """Log-scores float32 [L, B, S, K] of the last forward, without a gradient: of the router's own scores of its
+        experts (router_scores.py), before biases, group masks and renormalisation. RouteError if none were asked for.
+        """
+        return self._stacked("scores")
+
+    @property
     def forced_fraction(self) -> float:
         """Rows the last forward forced / rows it routed, over all MoE layers; 0.0 for a recording."""
         return self._last.forced_fraction if self._last is not None else 0.0
 
     def _stacked(self, what: str) -> Tensor:
         state = self._last
-        missing = [n for i, n in enumerate(self.layers) if state is None or state.native[i] is None]
+        planes: list[Tensor | None] = [None] * len(self.layers) if state is None else getattr(state, what)
+        missing = [n for plane, n in zip(planes, self.layers, strict=True) if plane is None]
         if state is None or missing:
-            raise RouteError(f"no routes of layers {missing}: run a forward inside record() or replay() first")
-        planes = state.native if what == "native" else state.used
-        stacked_LNK = torch.stack([plane for plane in planes if plane is not None]).long()
+            raise RouteError(f"no {what} of layers {missing}: run a forward inside record() or replay() first")
+        stacked_LNK = torch.stack([plane for plane in planes if plane is not None])
+        stacked_LNK = stacked_LNK if what == "scores" else stacked_LNK.long()
         rows = stacked_LNK.shape[1]
         batch, length = state.shape if state.shape is not None else (rows, 1)
         if batch * length != rows:
@@ -148,22 +164,47 @@ class RouteHook:
         fresh.checkpointed = self._active is not None and self._active.checkpointed
         self._active = self._last = fresh
 
+    def _watched(self, scores: bool, watch: Tensor | None) -> Tensor | None:
+        """Watched experts int16 [L, B, S, K] on the model's device, or None."""
+        if scores and self.scores_kind is None:
+            raise RouteError(
+                f"model type {_model_type(self._model)!r}: how its router scores experts is not known, so its scores "
+                "cannot be read (asyncrl/models/families.py)"
+            )
+        if watch is None:
+            return None
+        if not scores:
+            raise RouteError("experts are watched for their scores: ask for scores too")
+        if watch.dim() != 4 or (len(watch), watch.shape[-1]) != (len(self.layers), self.top_k):
+            raise RouteError(
+                f"watched experts must be [L={len(self.layers)}, B, S, K={self.top_k}], got {tuple(watch.shape)}"
+            )
+        wide = self._whole(watch, "watched experts")
+        if wide.numel() and (int(wide.min()) < 0 or int(wide.max()) >= self.num_experts):
+            raise RouteError(f"watched experts span [{int(wide.min())}, {int(wide.max())}], E is {self.num_experts}")
+        return wide.to(torch.int16)
+
+    def _whole(self, ids: Tensor, what: str) -> Tensor:
+        """Ids as int32 on the model's device; RouteError that says what when they are no integers."""
+        if ids.is_floating_point() or ids.dtype == torch.bool:
+            raise RouteError(f"{what} must be integers, got {ids.dtype}")
+        # uint16 has no comparison kernels in torch and int64 is four times the bytes of int16.
+        return ids.to(next(self._model.parameters()).device, torch.int32)
+
     def _check(self, routes: Tensor) -> tuple[Tensor, tuple[int, int], int]:
         """Validated routes int16 [L, N, K] with invalid rows set to -1, (B, S), duplicate rows."""
         routes = torch.as_tensor(routes)
         if routes.dim() != 4 or routes.shape[-1] != self.top_k:
             raise RouteError(f"routes must be [L, B, S, K={self.top_k}], got {tuple(routes.shape)}")
-        if routes.is_floating_point() or routes.dtype == torch.bool:
-            raise RouteError(f"routes must be integers, got {routes.dtype}")
+        wide = self._whole(routes, "routes")
         planes, batch, length = routes.shape[0], routes.shape[1], routes.shape[2]
         if planes == self.num_layers and planes != len(self.layers):
-            routes = routes[list(self.layers)]
+            wide = wide[list(self.layers)]
         elif planes != len(self.layers):
             raise RouteError(
                 f"routes need {self.num_layers} planes (all layers) or {len(self.layers)} (MoE layers), got {planes}"
             )
-        # uint16 has no comparison kernels in torch and int64 is four times the bytes of int16.
-        wide = routes.to(next(self._model.parameters()).device, torch.int32).reshape(len(self.layers), -1, self.top_k)
+        wide = wide.reshape(len(self.layers), -1, self.top_k)
         if wide.numel() and (int(wide.min()) < -1 or int(wide.max()) >= self.num_experts):
             raise RouteError(f"route ids span [{int(wide.min())}, {int(wide.max())}], E is {self.num_experts}")
         ordered = wide.sort(dim=-1).values
@@ -220,7 +261,10 @@ def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
 
 
-def _num_layers(model: nn.Module, layers: tuple[int, ...]) -> int:
+def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
-    return max(int(getattr(text, "num_hidden_layers", 0) or 0), layers[-1] + 1)
+    return config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+
+
+def _num_layers(model: nn.Module, layers: tuple[int, ...]) -> int:
+    return max(int(getattr(_text_config(model), "num_hidden_layers", 0) or 0), layers[-1] + 1)

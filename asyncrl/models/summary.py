@@ -25,7 +25,7 @@ def summary(path: str | Path) -> dict[str, str]:
     model_type = str(config.get("model_type", "unknown"))
     lines = {"model type": model_type}
     if not info.is_moe:
-        lines["routes"] = "none (dense model): algorithm.routes=r3 and algorithm.rdc are refused"
+        lines["routes"] = "none (dense model): algorithm.routes=r3 and r2, rspo and algorithm.rdc are refused"
     else:
         family = family_of(model_type)
         kind = family.formula(text)

@@ -140,10 +140,16 @@ def check_capacity(config: Config, one_group: int) -> None:
 
 
 def fits(model: ModelInfo, prompts: Sequence[Prompt], max_bytes: int) -> Callable[[Config], None]:
-    """What refuses a live change under which groups would outgrow this replay's capacity or its socket's limit."""
+    """What refuses a live change that this model cannot have, or under which groups would outgrow this replay's
+    capacity or its socket's limit."""
     longest, texts = longest_of(prompts), texts_of(prompts)
 
     def check(config: Config) -> None:
+        if config.algorithm.compares_routers and not model.is_moe:
+            raise ConfigError(
+                f"algorithm.correction.kind={config.algorithm.correction.kind} compares routers and needs a "
+                f"Mixture-of-Experts model, but model.path={config.model.path!r} is dense; choose another kind"
+            )
         one_group = largest_group_bytes(config, model, longest, texts)
         check_capacity(config, one_group)
         # The socket keeps half of its room for what stands beside the arrays.

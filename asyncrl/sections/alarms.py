@@ -143,6 +143,13 @@ class MaskedAlarm(AlarmRule):
     """... or above this share of the tokens of the longest tenth, when that is twice the overall share or more."""
 
 
+class UnweightedAlarm(AlarmRule):
+    """The correction leaves tokens out of the loss."""
+
+    above: float = Field(0.5, ge=0, le=1)
+    """Bad above this share of tokens of weight 0 (mismatch/weight_zero)."""
+
+
 class SkippedAlarm(AlarmRule):
     """Batches that made no step."""
 
@@ -193,6 +200,7 @@ class AlarmsSection(Section):
     reward_length_collapse: CollapseAlarm = CollapseAlarm()
     dead_generator: GeneratorAlarm = GeneratorAlarm()
     masked_tokens: MaskedAlarm = MaskedAlarm()
+    unweighted_tokens: UnweightedAlarm = UnweightedAlarm()
     skipped_updates: SkippedAlarm = SkippedAlarm()
     reward_errors: RewardErrorAlarm = RewardErrorAlarm()
     not_finite: NotFiniteAlarm = NotFiniteAlarm()

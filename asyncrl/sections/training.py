@@ -1,4 +1,4 @@
-"""Age of the data, objective and learner."""
+"""Age of the data, and the learner."""
 
 from __future__ import annotations
 
@@ -24,83 +24,6 @@ class StalenessSection(Section):
     """Under wait: longest wait before an update, in median times to sample a group; then what is too old is evicted."""
     on_evict: Literal["requeue", "drop"] = "requeue"
     """What happens to the prompt of a stale group. What a resumed learner threw away is always leased again."""
-
-
-class RdcSection(Section):
-    """Router Drift Control (docs/rdc.md)."""
-
-    mode: Literal["filter", "observe", "random", "off"] = "filter"
-    """filter drops, observe only measures, random drops as many at random, off does neither."""
-    q: float = Field(0.08, ge=0, lt=1)
-    """Fraction of responses to drop per update."""
-    gate: Literal["top_q", "outlier"] = "top_q"
-    """top_q: the paper's rule. outlier: drift above median + k MAD of its bucket."""
-    outlier_k: float = Field(4.0, gt=0, le=1_000_000)
-    """k of the outlier gate."""
-    outlier_floor: float = Field(0.02, ge=0, le=1)
-    """Absolute drift below which the outlier gate never drops."""
-    signal: Literal["drift", "log_ratio"] = "drift"
-    """What is ranked: router drift or mean |log pi/mu|."""
-    buckets: Literal["auto"] | Positive = "auto"
-    """Length buckets: auto = min(4, max(1, floor(q n)))."""
-    bucket_edges: tuple[Positive, ...] | None = Field(None, max_length=1024)
-    """Explicit upper edges in tokens, ascending; replaces `buckets`."""
-    normalize: Literal["batch", "retained"] = "batch"
-    """Loss tokens that divide the loss: of the batch before filtering, or of what stays."""
-    baseline: Literal["batch", "retained"] = "batch"
-    """Rewards that enter the advantage baseline."""
-    on_undefined: Literal["keep", "drop"] = "keep"
-    """Responses without a defined drift."""
-
-
-class CorrectionSection(Section):
-    """Correction of the rollout-learner mismatch in token probabilities."""
-
-    kind: Literal["none", "tis"] = "tis"
-    """tis: truncated importance sampling, min(pi_old / mu, cap), detached."""
-    cap: float = Field(2.0, gt=0, le=1_000_000)
-    """Upper bound of the weight."""
-    level: Literal["token", "sequence"] = "token"
-    """One weight per token or per response."""
-
-
-class AlgorithmSection(Section):
-    """Objective."""
-
-    groups_per_update: int = Field(32, ge=1, le=65536)
-    """G: groups per optimizer step."""
-    group_size: int = Field(8, ge=2, le=1024)
-    """Responses per prompt."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
-    """Advantage estimator."""
-    surrogate: Literal["clip"] = "clip"
-    """Policy-gradient surrogate."""
-    ratio: Literal["proximal", "behaviour"] = "proximal"
-    """Denominator of the clipped ratio: pi_old of the scoring pass, or the rollout policy mu."""
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    """Lower clip range."""
-    eps_high: float = Field(0.27, gt=0, le=1_000_000)
-    """Upper clip range (DAPO clip-higher)."""
-    dual_clip: float | None = Field(None, gt=1, le=1_000_000)
-    """Bound on the ratio of negative-advantage tokens; None is off."""
-    aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token losses become one loss."""
-    zero_variance: Literal["keep", "refill"] = "keep"
-    """Groups of equal rewards: keep with advantage 0, or drop before the take."""
-    truncated: Literal["keep", "mask", "penalise"] = "keep"
-    """Responses that the length limit cut off. keep: trained like any other. mask: their reward counts in the baseline
-    of their group, their tokens do not train. penalise: truncated_penalty is taken from their reward."""
-    truncated_penalty: float = Field(1.0, gt=0, le=1_000_000)
-    """With truncated=penalise: what a cut-off response loses of its reward."""
-    overlong_buffer: NonNegative = 0
-    """With truncated=penalise: tokens below sampling.max_new_tokens over which the penalty grows from 0 to all of it
-    (DAPO's soft overlong punishment); 0 penalises cut-off responses only."""
-    routes: Literal["native", "r3"] = "native"
-    """r3 forces the rollout routes in the scoring and the update pass."""
-    native_drift_every: NonNegative = 1
-    """Under r3: updates between extra passes that measure the exact native drift; 0 is never."""
-    rdc: RdcSection = RdcSection()
-    correction: CorrectionSection = CorrectionSection()
 
 
 class LearnerSection(Section):

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from asyncrl.algos.advantages import group_advantages, zero_variance
+from asyncrl.algos.advantages.groups import groups_of
+from asyncrl.algos.registry import ADVANTAGES, Method
 
 # Two groups, interleaved. x: rewards 1 0 0 1, mean 1/2, std (n - 1) = sqrt(1/3). y: rewards 3 1, mean 2, std sqrt(2).
 REWARDS = torch.tensor([1.0, 3.0, 0.0, 0.0, 1.0, 1.0])
@@ -124,3 +126,34 @@ def test_refusals() -> None:
         group_advantages([0.0, 1.0], [0])
     with pytest.raises(ValueError, match="keep"):
         group_advantages([0.0, 1.0], [0, 0], keep=torch.tensor([True]))
+
+
+def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="kind='ppo' must be one of grpo, dr_grpo, rloo, reinforce_pp"):
+        group_advantages([0.0], [0], "ppo")
+
+
+def test_groups_by_hand() -> None:
+    # x: 1, 0 and a dropped 9; y: 3, 3; z: a dropped 2.
+    keep = torch.tensor([True, True, True, False, True, False])
+    groups = groups_of([1.0, 3.0, 0.0, 9.0, 3.0, 2.0], ["x", "y", "x", "x", "y", "z"], keep)
+    assert (groups.number.tolist(), groups.num_groups) == ([0, 1, 0, 0, 1, 2], 3)
+    assert groups.sizes.tolist() == [2, 2, 0]
+    assert groups.live.tolist() == [True, False, True, False, False, False]
+    assert groups.centred.tolist() == [0.5, 0, -0.5, 0, 0, 0]
+    assert groups.sum(groups.rewards).tolist() == [10, 6, 2]
+    assert groups.spread(torch.tensor([7, 8, 9])).tolist() == [7, 8, 7, 7, 8, 9]
+
+
+def test_whatever_a_method_says_equal_rewards_and_dropped_responses_get_zero(place, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setitem(ADVANTAGES, "eager", Method(place(lambda groups, eps: groups.rewards + eps)))
+    keep = torch.tensor([True, True, False, True, True])
+    got = group_advantages([2.0, 1.0, 5.0, 4.0, 4.0], ["x", "x", "x", "y", "y"], "eager", keep, eps=0.5)
+    assert got.tolist() == [2.5, 1.5, 0.0, 0.0, 0.0]
+    assert got.dtype == torch.float32
+
+
+def test_a_method_that_forgets_a_response_is_refused(place, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setitem(ADVANTAGES, "short", Method(place(lambda groups: groups.rewards.mean())))
+    with pytest.raises(ValueError, match=r"kind='short' gave \[\] for rewards \[B\] = \[2\]"):
+        group_advantages([2.0, 1.0], [0, 0], "short")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from asyncrl.algos.aggregate import aggregate
+from asyncrl.algos.registry import AGGREGATIONS, Method
 from asyncrl.algos.surrogates import clip_surrogate
 
 LOSS = torch.tensor([[1.0, 2.0, 3.0, 100.0], [4.0, 100.0, 100.0, 100.0]])
@@ -74,3 +75,17 @@ def test_refusals() -> None:
         aggregate(LOSS, MASK, "token_mean", -1, 2, 1.0)
     with pytest.raises(ValueError, match=r"\[B, T\]"):
         aggregate(LOSS, MASK[:1], "token_mean", 4, 2, 1.0)
+
+
+def test_an_unknown_kind_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match="kind='mean' must be one of token_mean, sequence_mean, constant"):
+        aggregate(LOSS, MASK, "mean", 4, 2, 1.0)
+
+
+def test_a_method_gets_sums_and_counts_of_what_is_not_masked(place, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    def longest(sum_B: torch.Tensor, count_B: torch.Tensor, total_sequences: float) -> torch.Tensor:
+        assert (sum_B.tolist(), count_B.tolist()) == ([6.0, 4.0], [3, 1])
+        return sum_B[count_B.argmax()] / total_sequences
+
+    monkeypatch.setitem(AGGREGATIONS, "longest", Method(place(longest)))
+    assert aggregate(LOSS, MASK, "longest", 4, 2, 8.0).item() == 3.0

@@ -61,12 +61,35 @@ def test_b29_only_the_unbiased_loss_is_right_off_policy(mu: list[float]) -> None
 
 
 def test_b29_a_metric_named_kl_is_never_negative_or_is_named_k1() -> None:
-    named = [name for name in NAMES if re.search(r"(^|[/_])kl", name)]
+    named = {name for name in NAMES if re.search(r"(^|[/_])kl", name)}
     assert len(named) >= 8
-    assert all(re.search(r"/kl_k[13]$", name) for name in named), named
+    # ref_kl is k3; kl_loss is a part of a loss.
+    assert all(re.search(r"[/_]kl_k[13]$", name) for name in named - {"policy/ref_kl", "policy/kl_loss"}), named
     # Tokens of which pi thinks more than mu: k1 is negative, k3 is not.
     found = mismatch(torch.tensor([[-0.5, -0.5]]), torch.tensor([[-1.0, -0.6]]), torch.ones(1, 2))
     assert found["kl_k1"] < 0 < found["kl_k3"]
+
+
+def test_k3_of_policies_that_nearly_agree_is_not_negative_by_rounding() -> None:
+    logp = -torch.rand(1, 100_000, generator=torch.Generator().manual_seed(0))
+    for spread in (1e-7, 1e-6, 1e-5):
+        noise = torch.randn(logp.shape, generator=torch.Generator().manual_seed(1)) * spread
+        assert kl_values(logp, logp + noise).min() >= 0
+
+
+@pytest.mark.parametrize("log_mu", [-0.4, -2.0, -9.0])
+def test_the_unbiased_gradient_of_a_token_is_its_ratio_times_the_log_ratio_to_the_reference(log_mu: float) -> None:
+    logp = torch.tensor([[-0.5]], dtype=torch.float64, requires_grad=True)
+    ref, mu = torch.tensor([[-1.7]], dtype=torch.float64), torch.tensor([[log_mu]], dtype=torch.float64)
+    loss = kl_loss(logp, ref, sampled_logp=mu)
+    loss.sum().backward()
+    ratio = math.exp(-0.5 - log_mu)
+    # Not truncated: exp(8.5) = 4915 at the last one.
+    assert loss.item() == pytest.approx(ratio * (math.exp(-1.2) - 1 + 1.2), rel=1e-12)
+    assert logp.grad is not None and logp.grad.item() == pytest.approx(ratio * 1.2, rel=1e-12)
+    step = 1e-6
+    near = [kl_loss(logp.detach() + d, ref, sampled_logp=mu).item() for d in (step, -step)]
+    assert (near[0] - near[1]) / (2 * step) == pytest.approx(ratio * 1.2, rel=1e-6)
 
 
 def test_equal_policies_cost_nothing_and_pull_nowhere() -> None:

@@ -1,11 +1,14 @@
-"""Clipped surrogate: values by hand, gradients against finite differences, guarded exponents and masks."""
+"""`clip`: values by hand, gradients against finite differences, guarded exponents and masks. What holds for every
+surrogate is in test_surrogates_registry.py.
+"""
 
 import math
 
 import pytest
 import torch
 
-from asyncrl.algos.surrogates import clip_fraction, clip_surrogate
+from asyncrl.algos.surrogates import clip_surrogate
+from asyncrl.algos.surrogates.clip import clip
 
 LOG2 = math.log(2)
 NAN, INF = math.nan, math.inf
@@ -123,16 +126,22 @@ def test_missing_rollout_log_probs_have_ratio_one() -> None:
     assert logp.grad[0, [1, 2]].tolist() == [1.0, 1.0]
 
 
-def test_clip_fraction_counts_tokens_without_gradient() -> None:
+def test_clipped_tokens_by_hand() -> None:
     # Ratios 2, 1/2, 1 and a masked 2; A = 1 clips the first, A = -1 the second.
     logp = torch.tensor([[LOG2, -LOG2, 0.0, LOG2]] * 2)
     mask = torch.tensor([[1, 1, 1, 0]] * 2)
     old = torch.zeros(2, 4)
-    assert clip_fraction(logp, old, torch.tensor([1.0, -1.0]), mask, 0.2, 0.27).item() == 2.0
-    assert clip_fraction(logp, old, torch.tensor([1.0, 1.0]), mask, 0.2, 1.5).item() == 0.0
-    assert clip_fraction(logp, old, torch.tensor([0.0, 0.0]), mask, 0.2, 0.27).item() == 0.0
+
+    def clipped(advantages: list[float], eps_high: float = 0.27) -> list[list[bool]]:
+        return clip(logp, old, torch.tensor(advantages), mask, 0.2, eps_high).clipped.tolist()
+
+    assert clipped([1.0, -1.0]) == [[True, False, False, False], [False, True, False, False]]
+    assert clipped([1.0, 1.0], eps_high=1.5) == [[False] * 4] * 2
+    assert clipped([0.0, 0.0]) == [[False] * 4] * 2
     logp[0, 3] = NAN
-    assert clip_fraction(logp, old, torch.tensor([1.0, -1.0]), mask, 0.2, 0.27).item() == 2.0
+    assert clipped([1.0, -1.0]) == [[True, False, False, False], [False, True, False, False]]
+    logp[0, 0] = NAN
+    assert clipped([1.0, -1.0]) == [[False] * 4, [False, True, False, False]]
 
 
 def test_advantages_per_token_and_refusals() -> None:

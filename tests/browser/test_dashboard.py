@@ -135,10 +135,10 @@ def test_histograms_and_texts_are_on_their_tabs_once(tmp_path, browser, board):
 
 
 def test_charts_of_what_a_run_never_has_are_not_shown(tmp_path, browser, board):
-    with Sink(tmp_path / "run", absent=("r3/", "sentinel/")) as sink:
+    with Sink(tmp_path / "run", absent=("r3/", "r2/", "sentinel/")) as sink:
         sink.write(0, {"policy/reward": 0.5, "drift/mean": 0.1})
     page = Dashboard(browser, board(tmp_path / "run"))
     assert page.pages() == [p for p in dashboard() if p != "Sentinel"]
     page.show("Router drift")
     assert not [title for title in page.charts("Router drift") if "replay" in title]
-    assert pattern("r3/forced_fraction") not in dashboard(("r3/",))["Router drift"]
+    assert pattern("r3/forced_fraction") not in dashboard(("r3/", "r2/"))["Router drift"]

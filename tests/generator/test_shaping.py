@@ -3,7 +3,7 @@
 import pytest
 
 from asyncrl.generator.shaping import shape
-from asyncrl.sections.training import AlgorithmSection
+from asyncrl.sections.algorithm import AlgorithmSection
 
 
 def penalised(length: int, finish: str = "stop", penalty: float = 1.0, buffer: int = 20, limit: int = 100) -> float:

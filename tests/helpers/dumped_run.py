@@ -49,24 +49,31 @@ def groups_of(info, update, full_routes=True):
 
 
 def train(
-    config: Config, world, updates: int, first: int = 0, epoch: int = 0, full_routes=True, taken=False, make=groups_of
+    config: Config, world, updates: int, first: int = 0, epoch: int = 0, full_routes=True, taken=0, make=groups_of
 ):
     """Updates as the loop makes them, dumps included, and the folder's other files. Outcomes, and the metrics of dumps.
 
-    taken: pi_old is of a pass over the whole take. make: the groups of an update, as groups_of.
+    taken: updates of a take, with pi_old of a pass over all of it; 0 is one update without such a pass. make: the
+    groups of an update, as groups_of; their names are of one take.
     """
     info, run_dir = describe(config.model.path), config.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     if world.is_writer and not (run_dir / "config.yaml").exists():
         save_config(config, run_dir / "config.yaml")
-    policy = build_policy(config.model, config.learner, False, world)
+    policy = build_policy(config.model, config.learner, config.algorithm.replays, world)
     updater = Updater(policy, config.learner, config.algorithm, world)
     dumps, carry, outcomes, scalars = Dumps(run_dir, world, info, epoch == 0), 0.0, [], []
+    masks, state = config.algorithm.truncated == "mask", None
+
+    def rows_at(u):
+        groups, bound = make(info, u, full_routes)[world.rank :: world.size], u - config.staleness.max_lag
+        return groups, bound, rows_of(groups, u, bound, info, masks)
+
     for update in range(first, updates):
-        mine = make(info, update, full_routes)[world.rank :: world.size]
-        bound = update - config.staleness.max_lag
-        rows = rows_of(mine, update, bound, info, config.algorithm.truncated == "mask")
-        state = score_take(policy, rows, config, info, world) if taken else None
+        mine, bound, rows = rows_at(update)
+        if taken and (update - first) % taken == 0:
+            take = [row for u in range(update, min(update + taken, updates)) for row in rows_at(u)[2]]
+            state = score_take(policy, take, config, info, world)
         dumps.begin(policy, update, epoch, carry, config)
         outcome = run_update(policy, updater, rows, update, carry, state, config, info, world, dumps.due)
         dumps.finish(mine, bound, state, outcome)

@@ -24,13 +24,14 @@ from asyncrl.learner.publish import host_copy
 from asyncrl.learner.records import update_scalars
 from asyncrl.learner.score import plan, score
 from asyncrl.learner.shard import build_policy, init_world
-from asyncrl.learner.step import Updater, row_logprobs
-from asyncrl.learner.update import run_update
+from asyncrl.learner.step import RowValues, Updater, row_logprobs
+from asyncrl.learner.update import run_update, score_take
 from asyncrl.models.describe import describe
 from asyncrl.models.override import in_backward
 from asyncrl.process import end
 from asyncrl.types import Group, Prompt
 from tests.learner.groups import make_groups, make_trajectory
+from tests.learner.takes import renamed
 
 
 class Spy(Updater):
@@ -109,7 +110,7 @@ def tie(policy, noisy):
 def setup(model_dir, spec, world, noisy=()):
     settings = [f"model.path={model_dir}", "learner.logprob_chunk=64", *spec["overrides"]]
     config = load_config(spec["base"], settings)
-    policy = build_policy(config.model, config.learner, config.algorithm.routes == "r3", world)
+    policy = build_policy(config.model, config.learner, config.algorithm.replays, world)
     if spec.get("ties"):
         tie(policy, noisy)
     calls = []
@@ -118,15 +119,21 @@ def setup(model_dir, spec, world, noisy=()):
 
 
 def run(model_dir, spec, world):
-    """Some updates as the loop makes them. forwards: how many each rank ran in all."""
-    noisy = []
+    """Some updates as the loop makes them, `take` of a spec from each take. forwards: how many each rank ran in all."""
+    noisy, state, take = [], None, spec.get("take", 0)
     config, policy, updater, calls = setup(model_dir, spec, world, noisy)
     info = describe(model_dir)
     carry, results = 0.0, []
+
+    def rows_at(u):
+        groups = groups_of(spec, info, u)
+        mine = deal(spec, renamed(groups, u) if take else groups, world)
+        return rows_of(mine, u, u - config.staleness.max_lag, info)
+
     for u in range(spec["updates"]):
-        mine = deal(spec, groups_of(spec, info, u), world)
-        rows = rows_of(mine, u, u - config.staleness.max_lag, info)
-        outcome = run_update(policy, updater, rows, u, carry, None, config, info, world)
+        if take and u % take == 0:
+            state = score_take(policy, [r for v in range(u, u + take) for r in rows_at(v)], config, info, world)
+        outcome = run_update(policy, updater, rows_at(u), u, carry, state, config, info, world)
         carry = outcome.selection.carry
         table = outcome.table
         results.append(
@@ -163,7 +170,7 @@ def by_hand(model_dir, spec, world):
     advantages = torch.tensor([-1.0 if r.trajectory.num_tokens == 10 else -4.0 for r in rows])
     keep = torch.ones(len(rows), dtype=torch.bool)
     old = row_logprobs(rows, scores)
-    step = updater.update(0, rows, scores, old, advantages, keep, Totals(12.0, 2.0, 24.0), info)
+    step = updater.update(0, rows, scores, RowValues(old), advantages, keep, Totals(12.0, 2.0, 24.0), info)
     return {"loss": step.loss, "norm": step.grad_norm, "gradients": updater.gradients, "fused": fused}
 
 

@@ -265,7 +265,7 @@ def test_two_ranks_write_one_dump(model_dir, world, tmp_path):
 
 def test_the_old_log_probs_of_a_take_of_several_updates_are_kept(model_dir, world, tmp_path):
     config = settings(tmp_path / "run", model_dir)
-    outcomes, _ = train(config, world, 1, taken=True)
+    outcomes, _ = train(config, world, 1, taken=1)
     dump = read(config.run_dir / "dumps" / "u0")
     assert dump.old_logp is not None and dump.old_logp.keys() == set(dump.table.ids)
     policy = policy_of(dump, dump.policy, world)

@@ -14,7 +14,7 @@ from asyncrl.learner.loop import MAX_UNFORCED, Learner
 def bare_learner(**learner_settings) -> Learner:
     """The counters of a Learner without model, sockets or sink."""
     learner = Learner.__new__(Learner)
-    learner.config = validate({"model": {"path": "x"}, "learner": learner_settings})
+    learner.config = validate({"model": {"path": "x"}, "learner": learner_settings, "algorithm": {"routes": "r3"}})
     learner.update, learner.carry = 7, 0.0
     learner.skips, learner.unforced_in_a_row = Skips(learner.config.learner.max_skipped_updates, {}), 0
     return learner

@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.config import validate
 from asyncrl.learner.batch import rows_of
+from asyncrl.learner.reference import open_reference
 from asyncrl.learner.shard import build_policy
 from asyncrl.learner.step import Updater
 from asyncrl.learner.update import run_update
@@ -34,14 +35,22 @@ def rows(info, length):
     return rows_of([Group("p", prompt, "g", 0, 1.0, both, 1.0)], 0, 0, info)
 
 
-def measured(folder, world, lengths, dtype="float32", checkpointing=False, fused=True, routes="native"):
-    """(live memory, plan) of an update of two responses for each of the lengths."""
+def measured(
+    folder, world, lengths, dtype="float32", checkpointing=False, fused=True, routes="native", reference=None
+):  # fmt: skip
+    """(live memory, plan) of an update of two responses for each of the lengths. reference: folder of that policy."""
     info, out = describe(folder), []
     longest = PROMPT + max(lengths)
     config = validate(
         {
             "model": {"path": str(folder), "dtype": dtype},
-            "algorithm": {"groups_per_update": 1, "group_size": 2, "routes": routes, "rdc": {"mode": "observe"}},
+            "algorithm": {
+                "groups_per_update": 1,
+                "group_size": 2,
+                "routes": routes,
+                "rdc": {"mode": "observe"},
+                "kl": {} if reference is None else {"coef": 0.1, "reference": str(reference)},
+            },
             "learner": {
                 "device": "cpu",
                 "micro_batch_tokens": longest * (2 if fused else 1),
@@ -53,9 +62,12 @@ def measured(folder, world, lengths, dtype="float32", checkpointing=False, fused
     )
     policy = build_policy(config.model, config.learner, routes == "r3", world)
     updater = Updater(policy, config.learner, config.algorithm, world)
+    frozen = open_reference(config, world)
 
     def update(length):
-        return run_update(policy, updater, rows(info, length), 0, 0.0, None, config, info, world)
+        return run_update(
+            policy, updater, rows(info, length), 0, 0.0, None, config, info, world, reference=frozen
+        )  # fmt: skip
 
     update(8)
     with LiveMemory() as live:
@@ -67,7 +79,7 @@ def measured(folder, world, lengths, dtype="float32", checkpointing=False, fused
             plan = Plan(
                 dtype=dtype, ranks=1, tokens=size * (2 if fused else 1), length=size, share=2 * size,
                 checkpointing=checkpointing, logprob_chunk=64, device="cuda", routes_replayed=routes == "r3",
-                fused=fused,
+                fused=fused, reference=None if reference is None else read_shape(reference),
             )  # fmt: skip
             out.append((live.peak, live.largest, plan))
     return out
@@ -76,7 +88,8 @@ def measured(folder, world, lengths, dtype="float32", checkpointing=False, fused
 def passing(shape, plan):
     """The estimate without what was there before the update: weights and moments."""
     found = estimate(shape, plan)
-    return found.total - sum(item.bytes for item in found.always if item.name in ("parameters", "AdamW moments"))
+    there = ("parameters", "AdamW moments", "parameters of the reference policy")
+    return found.total - sum(item.bytes for item in found.always if item.name in there)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +104,26 @@ def passing(shape, plan):
 def test_the_estimate_is_what_an_update_holds(folder, world, dtype, checkpointing, fused, routes):
     ((peak, _, plan),) = measured(folder, world, [256], dtype, checkpointing, fused, routes)
     assert passing(read_shape(folder), plan) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "checkpointing", "fused"),
+    [
+        (32, "float32", False, True),
+        (32, "float32", False, False),
+        (96, "bfloat16", True, True),
+        (96, "float32", True, False),
+    ],
+)
+def test_the_estimate_knows_the_pass_of_a_reference_policy(folder, world, tmp_path, width, dtype, checkpointing, fused):
+    reference = tiny_models.save(tiny_models.qwen3_moe(width, 3, 8, 4, VOCAB), tmp_path / "reference")
+    ((peak, _, plan),) = measured(folder, world, [256], dtype, checkpointing, fused, reference=reference)
+    shape = read_shape(folder)
+    assert passing(shape, plan) == pytest.approx(peak, rel=0.1)
+    there = {item.name: item.bytes for item in estimate(shape, plan).always}
+    assert there["parameters of the reference policy"] == 4 * read_shape(reference).parameters
+    without = passing(shape, dataclasses.replace(plan, reference=None))
+    assert (without < 0.9 * peak) == (fused or width > 32), "this one shows nothing"
 
 
 def test_memory_grows_linearly_and_checkpointing_saves(folder, world):

@@ -11,7 +11,7 @@ from asyncrl import wire
 from asyncrl.config import validate
 from asyncrl.generator.collect import to_trajectory
 from asyncrl.learner.batch import rows_of
-from asyncrl.learner.objective import LossSums, Totals, batch_loss
+from asyncrl.learner.objective import LossSums, Tokens, Totals, batch_loss
 from asyncrl.learner.records import update_scalars
 from asyncrl.learner.update import score_take
 from asyncrl.models.describe import describe
@@ -37,7 +37,7 @@ def loss_of(settings, rollout, aggregation="token_mean"):
     logp = torch.tensor([LOGP], requires_grad=True)
     mu = torch.tensor(np.array([rollout], np.float32))
     mask = torch.ones(1, 4, dtype=torch.bool)
-    loss = batch_loss(logp, logp.detach(), mu, torch.ones(1), mask, a, Totals(4, 1, 4), LossSums())
+    loss = batch_loss(Tokens(logp, logp.detach(), mu, torch.ones(1), mask), a, Totals(4, 1, 4), LossSums())
     loss.backward()
     return loss.detach(), logp.grad[0]
 

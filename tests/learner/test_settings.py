@@ -34,6 +34,15 @@ def test_a_role_with_another_config_leaves_out_what_contradicts_it(caplog):
     assert live.config.staleness.max_lag == 8 and "change 1 of the live settings is left out" in caplog.text
 
 
+def test_the_metrics_have_the_clip_range_of_the_surrogate_where_none_is_set():
+    gspo = {"surrogate": "gspo", "eps_high": 0.01}
+    live = LiveSettings(validate({"model": {"path": "m"}, "staleness": {"updates_per_take": 2}, "algorithm": gspo}))
+    values = live.scalars()
+    assert (values["settings/eps_low"], values["settings/eps_high"]) == (3e-4, 0.01)
+    live.take(Tuned(1, {"algorithm.eps_high": "null"}), Tuned(1, {}))
+    assert live.scalars()["settings/eps_high"] == 4e-4
+
+
 def test_the_metrics_have_what_is_in_force():
     live = LiveSettings(CONFIG)
     live.take(Tuned(4, {LAG: "3", "learner.lr": "0.001"}), Tuned(4, {}))

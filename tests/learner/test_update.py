@@ -21,7 +21,7 @@ def setup(model_dir, world, **sections) -> tuple[Config, Policy, Updater]:
     tree = {"model": {"path": model_dir}, "staleness": {"sync_every": 1}}
     tree.update(sections)
     config = validate(tree)
-    policy = build_policy(config.model, config.learner, config.algorithm.routes == "r3", world)
+    policy = build_policy(config.model, config.learner, config.algorithm.replays, world)
     return config, policy, Updater(policy, config.learner, config.algorithm, world)
 
 
@@ -73,7 +73,7 @@ def test_a_normal_update_moves_every_kind_of_weight_and_measures(model_dir, worl
     assert s["mismatch/kl_k3"] == pytest.approx(0, abs=1e-6)
     assert s["mismatch/ess"] == pytest.approx(1, abs=1e-4)
     assert s["policy/clip_fraction"] == 0
-    assert s["mismatch/tis_weight_mean"] == pytest.approx(1, abs=1e-4)
+    assert s["mismatch/weight_mean"] == pytest.approx(1, abs=1e-4)
     assert s["drift/mean"] > 0  # the synthetic routes are random
     assert s["optim/grad_norm"] > 0
     assert 0 < s["policy/entropy"] < math.log(64)

@@ -233,6 +233,11 @@ CASES = {
         (4, "20% of the tokens are masked for their age (limit 10%)"),
         [good(20, **{"staleness/masked_token_fraction": 0.08, "staleness/masked_decile_9": 0.25})],
     ),
+    "unweighted_tokens": (
+        good(5, **{"mismatch/weight_zero": 0.75}),
+        (4, "the correction leaves 75% of the loss tokens out (weight 0, limit 50%)"),
+        [good(20, **{"mismatch/weight_zero": 0.4})],
+    ),
     "skipped_updates": (
         [
             GOOD,

@@ -133,8 +133,49 @@ def test_the_estimate_knows_the_blocks_of_the_logprobs():
     assert plan().block_numbers == BLOCK_NUMBERS
 
 
+def test_a_reference_policy_is_in_the_table_where_there_is_one(qwen):
+    plain = config(qwen, True)
+    kl = plain.algorithm.kl.model_copy(update={"coef": 0.01})
+    with_kl = plain.model_copy(update={"algorithm": plain.algorithm.model_copy(update={"kl": kl})})
+    one, two = (report(c, 64, 80) for c in (plain, with_kl))
+    (line,) = [line for line in two if "reference policy" in line]
+    # 4 bytes of an eighth of 30.5 billion.
+    assert line.split()[-2:] == ["14.2", "GiB"] and not any("reference" in line for line in one)
+    peaks = [float(line.split()[-2]) for lines in (one, two) for line in lines if line.startswith("  peak")]
+    assert peaks[1] - peaks[0] == pytest.approx(14.2, abs=0.1)
+    with pytest.raises(ConfigError, match=r"nowhere"):
+        lost = kl.model_copy(update={"reference": "/nowhere"})
+        report(plain.model_copy(update={"algorithm": plain.algorithm.model_copy(update={"kl": lost})}), 64, 80)
+
+
 def test_asyncrl_config_says_what_fits(qwen):
     done = CliRunner().invoke(app, ["config", "--model", str(qwen), "--device-memory", "640"])
     assert done.exit_code == 0, done.output
     assert "memory of one of 1 learner ranks" in done.output and "30.53 B parameters" in done.output
     assert "fits in 640 GiB" in done.output and "memory of one generator" in done.output
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "per_take", "experts", "size"),
+    [
+        ({"routes": "r2"}, 4, 128, 1),
+        ({"routes": "r2"}, 4, 512, 2),
+        ({"correction": {"kind": "rspo"}}, 4, 128, 1 + 4),
+        ({"routes": "r2", "correction": {"kind": "rspo"}}, 2, 128, 1 + 4),
+        ({"routes": "r3"}, 4, 128, None),
+        ({}, 4, 128, None),
+    ],
+)
+def test_the_routes_that_a_take_keeps_are_in_the_host_estimate(tmp_path, algorithm, per_take, experts, size):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B | {"num_experts": experts}))
+    tree = config(tmp_path, True).model_dump(exclude_unset=True)
+    tree["algorithm"] |= algorithm
+    found = report(validate(tree | {"staleness": {"updates_per_take": per_take, "max_lag": 8}}), 64, 80)
+    lines = [line.split() for line in found if "its routes under pi_old" in line]
+    if size is None:
+        assert lines == []
+        return
+    # 8 ranks share 64 groups of 8 responses of 20000 tokens; 48 layers, 8 experts per token.
+    expected = 64 // 8 * 8 * 20000 * 48 * 8 * size * per_take
+    (words,) = lines
+    assert words[-1] == "GiB" and float(words[-2]) == pytest.approx(expected / GIB, abs=0.05)

@@ -1,6 +1,4 @@
-"""Weights that correct for sampling with another policy (mu) than the one that is trained (pi_old).
-
-Weights are constants: nothing here passes a gradient. Knows nothing of surrogates.
+"""Truncated importance sampling.
 
 Axes: B responses, T positions.
 """
@@ -30,6 +28,7 @@ def tis_weights(
     without gradient; exponents are clamped to +-20. A counted logp that is NaN or a rollout_logp that is
     infinite gives NaN: such a token must not train.
     Raises ValueError for wrong shapes, cap <= 0 or an unknown level.
+    TIS ("Your efficient RL framework secretly brings you off-policy RL training", 2025).
     """
     if not cap > 0:
         raise ValueError(f"cap={cap} must be positive")
