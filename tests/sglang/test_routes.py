@@ -48,7 +48,8 @@ def test_b07_prompt_rows_of_a_prefix_cache_hit_are_those_of_the_first_request(se
     # The same beginning, another end: what is cached belongs to this request all the same.
     branch = [*prompt[:25], *fresh_prompt(15)]
     third = server.generate(branch, 6)
-    assert first["meta_info"]["cached_tokens"] == 0
+    # By chance it may begin as a prompt does that another test left in the cache.
+    assert first["meta_info"]["cached_tokens"] < 16
     assert second["meta_info"]["cached_tokens"] >= 32
     assert third["meta_info"]["cached_tokens"] >= 16
     rows = [routes_of(decoder, p, a) for p, a in ((prompt, first), (prompt, second), (branch, third))]

@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import socket
+import weakref
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,6 +51,7 @@ class Client:
         self.answer_s = answer_s
         self._api_key, self._admin_key = api_key, admin_key
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._closed: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"Client({self.url!r})"
@@ -72,8 +74,12 @@ class Client:
         return await self._call("POST", path, json.dumps(body).encode(), timeout_s, admin)
 
     async def close(self) -> None:
-        """Close the connections of the running event loop; its calls that still wait fail with Unreachable."""
-        session = self._sessions.pop(asyncio.get_running_loop(), None)
+        """Close the connections of the running event loop; its calls that still wait, and later ones, fail with
+        Unreachable."""
+        loop = asyncio.get_running_loop()
+        # What is on its way to its end may ask once more, and would open connections that nobody closes.
+        self._closed.add(loop)
+        session = self._sessions.pop(loop, None)
         if session is not None:
             await session.close()
 
@@ -115,6 +121,8 @@ class Client:
     def _session(self) -> aiohttp.ClientSession:
         """The session of the running loop. No proxy from the environment: servers are reached directly."""
         loop = asyncio.get_running_loop()
+        if loop in self._closed:
+            raise Unreachable(f"{self.url}: the connections of this event loop are closed")
         session = self._sessions.get(loop)
         if session is None or session.closed:
             connector = aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_socket)

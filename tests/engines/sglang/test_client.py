@@ -227,6 +227,19 @@ def test_one_client_serves_several_loops():
     run(job)
 
 
+def test_a_call_after_the_end_opens_nothing():
+    """Like the last abort of an engine that is closed: nobody would close its connection."""
+
+    async def job(server, client):
+        await client.get("/get")
+        await client.close()
+        with pytest.raises(Unreachable, match="the connections of this event loop are closed"):
+            await client.get("/get")
+        assert not client._sessions
+
+    run(job)
+
+
 @pytest.mark.parametrize("url", ["http://h:1", "https://h", "http://h:1/", "http://[::1]:30000"])
 def test_urls_of_servers(url):
     assert Client(url).url == url.rstrip("/")
