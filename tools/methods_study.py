@@ -17,9 +17,9 @@ from pathlib import Path
 
 from staleness_study import numbers_of, words_of
 from study.methods import LR, REGIME, by_method, ordered, write_page
-from study.plan import PlanError, Size, arguments, cells
+from study.plan import PlanError, Size, cells
 from study.results import read_all
-from study.runs import budget, run_all, todo
+from study.runs import carry_out
 
 
 def main(words: list[str] | None = None) -> int:
@@ -36,14 +36,7 @@ def train(given: argparse.Namespace) -> int:
     """Run the selected cells."""
     size = Size(lr=given.lr, updates=given.updates)
     chosen = cells(given.methods, [given.regime], ["healthy"], ["fp32"], given.seeds)
-    if not given.dry_run:
-        return int(run_all(chosen, given.dir, size, given.jobs) > 0)
-    left = todo(chosen, given.dir)
-    for cell in chosen:
-        state = "to run  " if cell in left else "finished"
-        print(f"{state} {cell.name}: asyncrl run {' '.join(arguments(cell, size, str(given.dir)))}")
-    print(budget(left, given.dir, given.jobs))
-    return 0
+    return carry_out(chosen, given.dir, size, given.jobs, given.dry_run)
 
 
 def report(given: argparse.Namespace) -> int:

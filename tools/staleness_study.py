@@ -16,8 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from study.plan import FLEETS, METHODS, PRECISIONS, REGIMES, Cell, PlanError, Size, arguments, cells
-from study.runs import budget, run_all, todo
+from study.plan import FLEETS, METHODS, PRECISIONS, REGIMES, Cell, PlanError, Size, cells
+from study.runs import carry_out
 
 DEFAULT_METHODS = "grpo,r3,tis,rdc_tis,random_tis,log_ratio_tis,behaviour"
 
@@ -36,14 +36,7 @@ def train(given: argparse.Namespace) -> int:
     """Run the selected cells."""
     size = Size(lr=given.lr, q=given.q, eval_size=given.eval_size, updates=given.updates)
     chosen: list[Cell] = cells(given.methods, given.regimes, given.fleets, given.precisions, given.seeds)
-    if given.dry_run:
-        left = todo(chosen, given.dir)
-        for cell in chosen:
-            state = "to run  " if cell in left else "finished"
-            print(f"{state} {cell.name}: asyncrl run {' '.join(arguments(cell, size, str(given.dir)))}")
-        print(budget(left, given.dir, given.jobs))
-        return 0
-    return int(run_all(chosen, given.dir, size, given.jobs) > 0)
+    return carry_out(chosen, given.dir, size, given.jobs, given.dry_run)
 
 
 def probe(given: argparse.Namespace) -> int:

@@ -6,11 +6,7 @@ larger ones too, so that torch is imported once. SPECS has `ports`, where the ra
 Results go to OUT_DIR/WORLD/NAME.pt.
 """
 
-import json
-import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,15 +19,15 @@ from asyncrl.learner.objective import Totals
 from asyncrl.learner.publish import host_copy
 from asyncrl.learner.records import update_scalars
 from asyncrl.learner.score import plan, score
-from asyncrl.learner.shard import build_policy, init_world
+from asyncrl.learner.shard import build_policy
 from asyncrl.learner.step import RowValues, Updater, row_logprobs
 from asyncrl.learner.update import run_update, score_take
 from asyncrl.models.describe import describe
 from asyncrl.models.override import in_backward
-from asyncrl.process import end
 from asyncrl.types import Group, Prompt
 from tests.learner.groups import make_groups, make_trajectory
 from tests.learner.takes import renamed
+from tests.learner.worlds import main
 
 
 class Spy(Updater):
@@ -174,31 +170,7 @@ def by_hand(model_dir, spec, world):
     return {"loss": step.loss, "norm": step.grad_norm, "gradients": updater.gradients, "fused": fused}
 
 
-def serve(number, world_size, port, model_dir, out, specs):
-    """All specs of one world size, in a process group of their own."""
-    os.environ |= {
-        "RANK": str(number), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    world = init_world(120, "cpu")
-    for name, spec in specs.items():
-        if world_size in spec["worlds"]:
-            result = {"updates": run, "by_hand": by_hand}[spec["kind"]](model_dir, spec, world)
-            if world.rank == 0:
-                torch.save(result, out / str(world_size) / f"{name}.pt")
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    number, model_dir, out, file = int(sys.argv[1]), *sys.argv[2:5]
-    torch.set_num_threads(1)
-    given = json.loads(Path(file).read_text())
-    for size, port in given["ports"].items():
-        if number < int(size):
-            serve(number, int(size), port, model_dir, Path(out), given["specs"])
-
+KINDS = {"updates": run, "by_hand": by_hand}
 
 if __name__ == "__main__":
-    main()
-    # As a role ends: gloo's threads may abort a process that takes itself apart.
-    end(0)
+    main(lambda model_dir, spec, world: KINDS[spec["kind"]](model_dir, spec, world))

@@ -6,11 +6,6 @@ policy gives a log-prob that is none. With `updates` 0 it only opens the referen
 Results go to OUT_DIR/WORLD/NAME.pt.
 """
 
-import json
-import os
-import sys
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
@@ -20,11 +15,11 @@ from asyncrl.learner.batch import rows_of
 from asyncrl.learner.publish import host_copy
 from asyncrl.learner.records import update_scalars
 from asyncrl.learner.reference import open_reference
-from asyncrl.learner.shard import build_policy, init_world
+from asyncrl.learner.shard import build_policy
 from asyncrl.learner.update import run_update
 from asyncrl.models.describe import describe
-from asyncrl.process import end
 from tests.learner.rank_worker import Spy, deal, groups_of
+from tests.learner.worlds import main
 
 
 def spoil(reference):
@@ -80,31 +75,5 @@ def opened(model_dir, spec, world):
     return {"said": said}
 
 
-def serve(number, world_size, port, model_dir, out, specs):
-    """All specs of one world size, in a process group of their own."""
-    os.environ |= {
-        "RANK": str(number), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(number), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }  # fmt: skip
-    world = init_world(120, "cpu")
-    for name, spec in specs.items():
-        if world_size in spec["worlds"]:
-            result = (run if spec["updates"] else opened)(model_dir, spec, world)
-            if world.rank == 0:
-                torch.save(result, out / str(world_size) / f"{name}.pt")
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    number, model_dir, out, file = int(sys.argv[1]), *sys.argv[2:5]
-    torch.set_num_threads(1)
-    given = json.loads(Path(file).read_text())
-    for size, port in given["ports"].items():
-        if number < int(size):
-            serve(number, int(size), port, model_dir, Path(out), given["specs"])
-
-
 if __name__ == "__main__":
-    main()
-    # As a role ends: gloo's threads may abort a process that takes itself apart.
-    end(0)
+    main(lambda model_dir, spec, world: (run if spec["updates"] else opened)(model_dir, spec, world))

@@ -65,6 +65,18 @@ def say_now(line: str) -> None:
     print(line, flush=True)
 
 
+def carry_out(cells: Sequence[Cell], root: Path, size: Size, jobs: int, dry_run: bool) -> int:
+    """Run the cells, or only say what each would run and what all will take. Returns 1 when one failed, else 0."""
+    if not dry_run:
+        return int(run_all(cells, root, size, jobs) > 0)
+    left = todo(cells, root)
+    for cell in cells:
+        state = "to run  " if cell in left else "finished"
+        print(f"{state} {cell.name}: asyncrl run {' '.join(arguments(cell, size, str(root)))}")
+    print(budget(left, root, jobs))
+    return 0
+
+
 def run_all(cells: Sequence[Cell], root: Path, size: Size, jobs: int, say: Callable[[str], None] = say_now) -> int:
     """Run what is not finished, `jobs` at a time; the first one alone, so that the budget is a measured one.
 

@@ -230,12 +230,13 @@ def test_one_client_serves_several_loops():
 def test_a_call_after_the_end_opens_nothing():
     """Like the last abort of an engine that is closed: nobody would close its connection."""
 
-    async def job(server, client):
-        await client.get("/get")
+    async def job(fake, client):
+        fake.handlers["/x"] = answering(lambda: web.json_response({}))
+        await client.get("/x")
         await client.close()
         with pytest.raises(Unreachable, match="the connections of this event loop are closed"):
-            await client.get("/get")
-        assert not client._sessions
+            await client.get("/x")
+        assert len(fake.of("/x")) == 1 and not client._sessions
 
     run(job)
 
